@@ -76,20 +76,21 @@ class CachingAllocator {
 
  private:
   struct Block {
-    std::size_t size;
-    void* segment_begin;          // address of the source allocation it was cut from
-    void *previous, *next;        // neighbours in the segment, for merging
-    bool free;
-    MemoryCategory category;
-    std::size_t requested;
+    std::size_t size = 0;
+    void *previous = nullptr, *next = nullptr;  // neighbours in the segment, for merging
+    bool free = false, small = false;           // small: cut from a segment for small requests; the pools never mix
+    MemoryCategory category = MemoryCategory::activations;
   };
+  using FreeList = std::set<std::pair<std::size_t, void*>>;
+  FreeList& free_list(bool small) { return small ? free_small_ : free_large_; }
+  void merge_with_next(void* begin);
   void release_cache_locked();
 
   std::unique_ptr<Source> source_;
   Device device_;
   mutable std::mutex mutex_;
   std::unordered_map<void*, Block> blocks_;
-  std::set<std::pair<std::size_t, void*>> free_small_, free_large_;
+  FreeList free_small_, free_large_;
   MemoryStats stats_;
   void (*poison_)(void*, std::size_t) = nullptr;
   std::int64_t fail_after_ = 0;
