@@ -10,6 +10,7 @@
 
 namespace mantissa {
 
+class PinnedPool;    // cuda/cuda_backend.cpp: host memory for copies that do not wait
 struct MatmulCache;  // cuda/matmul.cpp: the algorithm chosen for each shape
 struct CudnnState;   // cuda/cudnn.cpp: the handle and the plans built so far
 struct UpdateCache;  // cuda/optimizer.cu: pointer tables of multi-tensor launches
@@ -19,9 +20,10 @@ class CudaBackend final : public Backend {
   explicit CudaBackend(int index);
   ~CudaBackend() override;
 
-  cudaStream_t stream() const { return stream_; }
+  /// The one stream; also makes this device current for the calling thread.
+  cudaStream_t stream() const;
   const cudaDeviceProp& properties() const { return properties_; }
-  /// Scratch memory that lives until the next call on the stream may reuse it: freed at once, reused in stream order.
+  /// Scratch memory (u8). It may be dropped as soon as the kernels that use it are launched: reuse is in stream order.
   Tensor workspace(std::size_t bytes);
 
   Device device() const override;
@@ -77,9 +79,11 @@ class CudaBackend final : public Backend {
   cudaDeviceProp properties_{};
   CachingAllocator allocator_;
   cublasLtHandle_t cublas_ = nullptr;
-  std::unique_ptr<MatmulCache> matmul_cache_;
-  std::unique_ptr<CudnnState> cudnn_;
-  std::unique_ptr<UpdateCache> updates_;
+  // Shared pointers: their types are complete only in the files that use them.
+  std::shared_ptr<MatmulCache> matmul_cache_;
+  std::shared_ptr<CudnnState> cudnn_;
+  std::shared_ptr<UpdateCache> updates_;
+  std::shared_ptr<PinnedPool> pinned_;
 };
 
 }  // namespace mantissa
