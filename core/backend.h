@@ -99,7 +99,7 @@ class Backend {
   virtual void binary_grad(const BinaryOp& op, int operand, const Tensor& g, const Tensor& a, const Tensor& b, Tensor& gx) = 0;
   virtual void compare(CompareOp op, const Tensor& a, const Tensor& b, Tensor& y) = 0;  // any equal dtypes; y bool
   virtual void where(const Tensor& condition, const Tensor& a, const Tensor& b, Tensor& y) = 0;  // all broadcast to y
-  /// y = keep ? x / (1 - p) : 0, keep drawn from the stream; the gradient is the same call on g.
+  /// y = keep ? x / (1 - p) : 0, keep drawn from the stream; the gradient is the same call on g. x, y contiguous; p < 1 or 1.
   virtual void dropout(const Tensor& x, double p, PhiloxState state, Tensor& y) = 0;
   /// uniform [a, b), normal(mean a, deviation b), or bernoulli(a) as 0 and 1; y contiguous.
   virtual void random(RandomKind kind, double a, double b, PhiloxState state, Tensor& y) = 0;

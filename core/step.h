@@ -97,13 +97,15 @@ struct StepRules {
   ScaleRule scale_rule;
 };
 
-/// The state of an optimizer on its device. `applied` is part of the checkpoint; the rest is rewritten each step.
+/// The state of an optimizer on its device. The counters are part of the checkpoint; the rest is rewritten each step.
 struct StepState {
   // check_gradients writes these
   double sum_of_squares = 0;  // of the gradients as they are (scaled)
   std::int64_t infs = 0, nans = 0;
   // decide writes these
   std::int64_t applied = 0;    // steps applied so far, this one included
+  std::int64_t skipped = 0;    // steps skipped so far
+  std::int64_t streak = 0;     // skipped steps in a row
   Verdict verdict = Verdict::pending;
   float factor = 1;            // what the update multiplies each gradient by: unscale and clip in one
   float max_value = 0;
@@ -141,10 +143,13 @@ MT_HD inline void decide_step(const StepRules& rules, StepState& s, ScaleState* 
   }
   if (bad) {
     s.verdict = floored ? Verdict::at_floor : s.nans > 0 ? Verdict::skipped_nan : Verdict::skipped_overflow;
+    ++s.skipped;
+    ++s.streak;
     return;
   }
   s.learning_rate = static_cast<float>(rules.schedule(s.applied));
   ++s.applied;
+  s.streak = 0;
   s.verdict = Verdict::applied;
 }
 
