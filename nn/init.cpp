@@ -21,11 +21,6 @@ Fans fans(const Shape& shape) {
 
 }  // namespace
 
-Tensor zeros(const Shape& shape) { return mantissa::zeros(shape); }
-Tensor ones(const Shape& shape) { return mantissa::ones(shape); }
-Tensor uniform(const Shape& shape, double low, double high) { return mantissa::uniform(shape, low, high); }
-Tensor normal(const Shape& shape, double mean, double deviation) { return mantissa::normal(shape, mean, deviation); }
-
 Tensor kaiming_normal(const Shape& shape, double gain) { return normal(shape, 0, gain / std::sqrt(fans(shape).in)); }
 Tensor kaiming_uniform(const Shape& shape, double gain) {
   const double bound = gain * std::sqrt(3 / fans(shape).in);

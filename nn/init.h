@@ -6,10 +6,6 @@
 
 namespace mantissa::nn::init {
 
-Tensor zeros(const Shape& shape);
-Tensor ones(const Shape& shape);
-Tensor uniform(const Shape& shape, double low, double high);
-Tensor normal(const Shape& shape, double mean = 0, double deviation = 1);
 /// He et al. 2015: deviation gain / sqrt(fan_in); gain sqrt(2) suits relu.
 Tensor kaiming_normal(const Shape& shape, double gain = 1.4142135623730951);
 Tensor kaiming_uniform(const Shape& shape, double gain = 1.4142135623730951);

@@ -40,18 +40,18 @@ void Linear::visit(Visitor& v) {
 
 Embedding::Embedding(std::int64_t rows, std::int64_t size, Device device) {
   check_sizes("Embedding", {rows, size});
-  weight = parameter(init::normal({rows, size}), device);
+  weight = parameter(randn({rows, size}), device);
 }
 void Embedding::visit(Visitor& v) { v("weight", weight); }
 
 LayerNorm::LayerNorm(std::int64_t size, double epsilon, Device device)
-    : weight(parameter(init::ones({size}), device)), bias(parameter(init::zeros({size}), device)), eps(epsilon) {}
+    : weight(parameter(mantissa::ones({size}), device)), bias(parameter(mantissa::zeros({size}), device)), eps(epsilon) {}
 void LayerNorm::visit(Visitor& v) {
   v("weight", weight);
   v("bias", bias);
 }
 
-RMSNorm::RMSNorm(std::int64_t size, double epsilon, Device device) : weight(parameter(init::ones({size}), device)), eps(epsilon) {}
+RMSNorm::RMSNorm(std::int64_t size, double epsilon, Device device) : weight(parameter(mantissa::ones({size}), device)), eps(epsilon) {}
 void RMSNorm::visit(Visitor& v) { v("weight", weight); }
 
 Conv2d::Conv2d(std::int64_t in, std::int64_t out, std::int64_t kernel, Options o, Device device) {
@@ -73,10 +73,10 @@ void Conv2d::visit(Visitor& v) {
 }
 
 BatchNorm2d::BatchNorm2d(std::int64_t channels, double m, double e, Device device)
-    : weight(parameter(init::ones({channels}), device)),
-      bias(parameter(init::zeros({channels}), device)),
-      running_mean(buffer(init::zeros({channels}), device)),
-      running_var(buffer(init::ones({channels}), device)),
+    : weight(parameter(mantissa::ones({channels}), device)),
+      bias(parameter(mantissa::zeros({channels}), device)),
+      running_mean(buffer(mantissa::zeros({channels}), device)),
+      running_var(buffer(mantissa::ones({channels}), device)),
       momentum(m),
       eps(e) {}
 void BatchNorm2d::visit(Visitor& v) {

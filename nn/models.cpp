@@ -74,7 +74,7 @@ GPT::GPT(const GPTOptions& o, Device device)
       p.fill_(0);
     } else if (name.find("norm") == std::string::npos) {
       const bool residual = name.ends_with("proj.weight") || name.ends_with("down.weight");
-      p.copy_(init::normal(p.shape(), 0, residual ? 0.02 / std::sqrt(2.0 * o.layers) : 0.02));
+      p.copy_(mantissa::normal(p.shape(), 0, residual ? 0.02 / std::sqrt(2.0 * o.layers) : 0.02));
     }
   }
 }

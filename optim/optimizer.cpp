@@ -1,0 +1,262 @@
+#include "optim/optimizer.h"
+
+#include <cmath>
+#include <cstring>
+#include <set>
+
+#include "autograd/graph.h"
+#include "autograd/transaction.h"
+
+namespace mantissa::optim {
+
+std::string to_string(Verdict verdict) {
+  constexpr const char* names[] = {"pending", "applied", "skipped: overflow", "skipped: NaN", "skipped at the floor", "nothing to do"};
+  return names[static_cast<std::size_t>(verdict)];
+}
+
+Schedule constant(double lr, std::int64_t warmup) { return {.base = lr, .warmup = warmup}; }
+Schedule linear_decay(double lr, std::int64_t total, std::int64_t warmup, double final) {
+  return {.base = lr, .final = final, .warmup = warmup, .total = total, .decay = Schedule::Decay::linear};
+}
+Schedule cosine_decay(double lr, std::int64_t total, std::int64_t warmup, double final) {
+  return {.base = lr, .final = final, .warmup = warmup, .total = total, .decay = Schedule::Decay::cosine};
+}
+Schedule step_decay(double lr, std::int64_t every, double factor, std::int64_t warmup) {
+  return {.base = lr, .warmup = warmup, .every = every, .factor = factor, .decay = Schedule::Decay::step};
+}
+
+namespace {
+
+void check_schedule(const Schedule& s) {
+  MT_CHECK(ConfigError, std::isfinite(s.base) && s.base >= 0, "schedule: the learning rate must be finite and not negative, got ", s.base);
+  MT_CHECK(ConfigError, s.warmup >= 0 && s.every > 0, "schedule: warmup must not be negative and `every` positive, got ", s.warmup, " and ", s.every);
+  const bool ends = s.decay == Schedule::Decay::linear || s.decay == Schedule::Decay::cosine;
+  MT_CHECK(ConfigError, !ends || s.total > s.warmup, "schedule: total (", s.total, ") must exceed warmup (", s.warmup, ")");
+}
+
+std::vector<ParamGroup> one_group(std::vector<Tensor> parameters, double weight_decay) {
+  return {ParamGroup{std::move(parameters), 1, weight_decay}};
+}
+
+/// Bytes of device memory for a plain struct, set to `value`.
+template <class T>
+Tensor device_struct(Device device, const T& value) {
+  const MemoryScope scope(MemoryCategory::optimizer_state);
+  Tensor x = empty({static_cast<std::int64_t>(sizeof(T))}, {DType::u8, device});
+  backend(device).copy_from_host(&value, x);
+  backend(device).synchronize();
+  return x;
+}
+
+}  // namespace
+
+StepState StepResult::read() const {
+  MT_CHECK(AutogradError, source_ != nullptr, "StepResult: empty; it comes from step()");
+  MT_CHECK(AutogradError, source_->ticket == ticket_, "StepResult: read too late: the optimizer has taken another step since");
+  StepState state;
+  backend(source_->state).copy_to_host(source_->state, &state);
+  return state;
+}
+Verdict StepResult::verdict() const { return read().verdict; }
+double StepResult::grad_norm() const { return read().grad_norm; }
+double StepResult::learning_rate() const { return static_cast<double>(read().learning_rate); }
+std::int64_t StepResult::applied_steps() const { return read().applied; }
+
+Optimizer::Optimizer(std::vector<ParamGroup> groups, const Schedule& schedule, int moments)
+    : groups_(std::move(groups)), moments_per_parameter_(moments) {
+  set_schedule(schedule);
+  std::set<const Node*> seen;
+  bool first = true;
+  for (const ParamGroup& group : groups_) {
+    MT_CHECK(ConfigError, group.weight_decay >= 0 && group.lr_scale >= 0, "optimizer: weight_decay and lr_scale must not be negative, got ",
+             group.weight_decay, " and ", group.lr_scale);
+    for (const Tensor& p : group.parameters) {
+      leaf_of(p, "optimizer");
+      MT_CHECK(DTypeError, p.dtype() == DType::f32 || p.dtype() == DType::f64, "optimizer: parameters are f32 masters, got ", p,
+               "; keep them in f32 and use Autocast");
+      MT_CHECK(ConfigError, p.is_dense() && p.offset() == 0, "optimizer: ", p, " is a view with gaps");
+      MT_CHECK(ConfigError, seen.insert(p.node().get()).second, "optimizer: a parameter ", p, " appears twice");
+      MT_CHECK(DeviceError, first || p.device() == device_, "optimizer: parameters are on ", device_, " and ", p.device());
+      device_ = p.device();
+      first = false;
+      const MemoryScope scope(MemoryCategory::optimizer_state);
+      moments_.push_back({moments > 0 ? zeros_like(p.detach()) : Tensor{}, moments > 1 ? zeros_like(p.detach()) : Tensor{}});
+    }
+  }
+  MT_CHECK(ConfigError, !first, "optimizer: no parameters were given");
+  source_->state = device_struct(device_, StepState{});
+}
+
+std::vector<Tensor> Optimizer::parameters() const {
+  std::vector<Tensor> all;
+  for (const ParamGroup& group : groups_) all.insert(all.end(), group.parameters.begin(), group.parameters.end());
+  return all;
+}
+
+StepState* Optimizer::device_state() const { return static_cast<StepState*>(source_->state.data()); }
+
+std::int64_t Optimizer::applied_steps() const {
+  StepState state;
+  backend(device_).copy_to_host(source_->state, &state);
+  return state.applied;
+}
+
+void Optimizer::set_schedule(const Schedule& schedule) {
+  check_schedule(schedule);
+  rules_.schedule = schedule;
+}
+
+void Optimizer::clip_grad_norm(double max_norm) {
+  MT_CHECK(ConfigError, max_norm > 0, "clip_grad_norm: the limit must be positive, got ", max_norm);
+  rules_.max_norm = max_norm;
+}
+void Optimizer::clip_grad_value(double max_value) {
+  MT_CHECK(ConfigError, max_value > 0, "clip_grad_value: the limit must be positive, got ", max_value);
+  rules_.max_value = max_value;
+}
+
+void Optimizer::zero_grad() {
+  for (const ParamGroup& group : groups_)
+    for (const Tensor& p : group.parameters) p.zero_grad();
+}
+
+StepResult Optimizer::step() { return step(nullptr, {}, false, nullptr, false); }
+
+StepResult Optimizer::step(ScaleState* scale, const ScaleRule& rule, bool scaled, const void* owner, bool update_scale) {
+  std::vector<Tensor> gradients;
+  std::vector<UpdateTensor> tensors;
+  struct Updated {
+    const Tensor* parameter;
+    bool working;  // its working copy is refreshed too
+  };
+  std::vector<Updated> updated;
+  std::size_t index = 0;
+  for (const ParamGroup& group : groups_) {
+    for (const Tensor& p : group.parameters) {
+      const Moments& moments = moments_[index++];
+      Leaf& leaf = *p.node()->leaf;
+      if (!leaf.has_gradient || !leaf.requires_grad) continue;
+      MT_CHECK(AutogradError, leaf.scale_owner == nullptr || leaf.scale_owner == owner,
+               "optimizer: the gradients carry a loss scale; call scaler.step(optimizer) of the scaler that scaled them");
+      MT_CHECK(AutogradError, (leaf.scale_owner != nullptr) == scaled, "scaler.step: some gradients are scaled and some are not");
+      UpdateTensor t{.parameter = p.data(),
+                     .gradient = leaf.gradient.data(),
+                     .state1 = moments.first.data(),
+                     .state2 = moments.second.data(),
+                     .numel = p.numel(),
+                     .dtype = p.dtype(),
+                     .lr_scale = static_cast<float>(group.lr_scale),
+                     .weight_decay = static_cast<float>(group.weight_decay)};
+      const bool working = leaf.working.defined() && leaf.working_of == p.version();
+      if (working) {
+        t.working = leaf.working.data();
+        t.working_dtype = leaf.working.dtype();
+      }
+      updated.push_back({&p, working});
+      gradients.push_back(leaf.gradient);
+      tensors.push_back(t);
+    }
+  }
+  rules_.scaled = scaled;
+  rules_.scale_rule = rule;
+  rules_.empty = tensors.empty();
+  Backend& device = backend(device_);
+  const OpScope op("optimizer step");
+  if (!tensors.empty()) device.check_gradients(gradients, device_state());
+  device.decide(rules_, device_state(), scale, update_scale);
+  if (!tensors.empty()) {
+    update(tensors, device_state());
+    for (const auto& [p, working] : updated) {
+      p->bump_version();
+      if (!working) continue;
+      Leaf& leaf = *p->node()->leaf;
+      leaf.working.bump_version();
+      leaf.working_of = p->version();
+    }
+    finish_buffers(device_, device_state());
+  }
+  zero_grad();
+  rules_.max_norm = rules_.max_value = 0;
+  StepResult result;
+  result.source_ = source_;
+  result.ticket_ = ++source_->ticket;
+  return result;
+}
+
+StateDict Optimizer::state_dict() const {
+  StateDict state{{"applied", from_vector(std::vector<std::int64_t>{applied_steps()}, {}, {DType::i64, cpu})}};
+  for (std::size_t i = 0; i < moments_.size(); ++i) {
+    if (moments_[i].first.defined()) state.emplace_back("state1." + std::to_string(i), moments_[i].first.clone());
+    if (moments_[i].second.defined()) state.emplace_back("state2." + std::to_string(i), moments_[i].second.clone());
+  }
+  return state;
+}
+
+void Optimizer::load_state_dict(const StateDict& state) {
+  std::vector<std::pair<Tensor, Tensor>> copies;
+  std::set<std::string> expected{"applied"}, found;
+  std::string problems;
+  const auto expect = [&](const std::string& key, const Tensor& target) {
+    expected.insert(key);
+    for (const auto& [name, value] : state) {
+      if (name != key) continue;
+      if (!(value.shape() == target.shape())) problems += "; " + key + " is " + to_string(value) + ", expected " + to_string(target);
+      copies.emplace_back(target, value);
+    }
+  };
+  for (std::size_t i = 0; i < moments_.size(); ++i) {
+    if (moments_[i].first.defined()) expect("state1." + std::to_string(i), moments_[i].first);
+    if (moments_[i].second.defined()) expect("state2." + std::to_string(i), moments_[i].second);
+  }
+  StepState fresh;
+  for (const auto& [name, value] : state) {
+    found.insert(name);
+    if (!expected.contains(name)) problems += "; unexpected " + name;
+    if (name == "applied") fresh.applied = static_cast<std::int64_t>(value.item());
+  }
+  for (const auto& name : expected)
+    if (!found.contains(name)) problems += "; missing " + name;
+  MT_CHECK(ConfigError, problems.empty(), "load_state_dict: the state does not fit this optimizer", problems);
+  for (const auto& [target, value] : copies) target.copy_(value);
+  source_->state = device_struct(device_, fresh);
+  ++source_->ticket;
+}
+
+namespace {
+const SGDOptions& checked(const SGDOptions& o) {
+  MT_CHECK(ConfigError, o.momentum >= 0 && o.momentum < 1, "SGD: momentum must lie in [0, 1), got ", o.momentum);
+  MT_CHECK(ConfigError, !o.nesterov || (o.momentum > 0 && o.dampening == 0), "SGD: nesterov needs momentum and no dampening");
+  return o;
+}
+const AdamOptions& checked(const AdamOptions& o) {
+  MT_CHECK(ConfigError, o.beta1 >= 0 && o.beta1 < 1 && o.beta2 >= 0 && o.beta2 < 1, "Adam: betas must lie in [0, 1), got ", o.beta1, " and ", o.beta2);
+  MT_CHECK(ConfigError, o.eps >= 0, "Adam: eps must not be negative, got ", o.eps);
+  return o;
+}
+/// Weight decay for matrices, none for biases and norms.
+std::vector<ParamGroup> decay_groups(const std::vector<Tensor>& parameters, double weight_decay) {
+  std::vector<ParamGroup> groups{{{}, 1, weight_decay}, {{}, 1, 0}};
+  for (const Tensor& p : parameters) groups[p.rank() >= 2 ? 0 : 1].parameters.push_back(p);
+  return groups;
+}
+}  // namespace
+
+SGD::SGD(std::vector<Tensor> parameters, const SGDOptions& o) : SGD(one_group(std::move(parameters), o.weight_decay), o) {}
+SGD::SGD(std::vector<ParamGroup> groups, const SGDOptions& o)
+    : Optimizer(std::move(groups), constant(checked(o).lr), o.momentum != 0 ? 1 : 0), rule_{o.momentum, o.dampening, o.nesterov} {}
+void SGD::update(std::span<const UpdateTensor> tensors, const StepState* state) {
+  backend(parameters()[0]).sgd_update(tensors, rule_, state);
+}
+
+Adam::Adam(std::vector<Tensor> parameters, const AdamOptions& o) : Adam(one_group(std::move(parameters), o.weight_decay), o, false) {}
+Adam::Adam(std::vector<ParamGroup> groups, const AdamOptions& o) : Adam(std::move(groups), o, false) {}
+Adam::Adam(std::vector<ParamGroup> groups, const AdamOptions& o, bool decoupled)
+    : Optimizer(std::move(groups), constant(checked(o).lr), 2), rule_{o.beta1, o.beta2, o.eps, decoupled} {}
+void Adam::update(std::span<const UpdateTensor> tensors, const StepState* state) {
+  backend(parameters()[0]).adam_update(tensors, rule_, state);
+}
+
+AdamW::AdamW(const std::vector<Tensor>& parameters, const AdamOptions& o) : Adam(decay_groups(parameters, o.weight_decay), o, true) {}
+AdamW::AdamW(std::vector<ParamGroup> groups, const AdamOptions& o) : Adam(std::move(groups), o, true) {}
+
+}  // namespace mantissa::optim
