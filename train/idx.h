@@ -1,8 +1,8 @@
 #pragma once
 // IDX, the file format of MNIST and its descendants, plain or gzipped, and the Fashion-MNIST images.
 //
-// A file is judged before anything is allocated for what it claims. Every broken file is a FormatError that names
-// file, offset, found and expected; a file that can not be opened or read is an IoError.
+// A file is judged before anything is allocated for what it claims. Every broken file is a FormatError that
+// names file, offset, found and expected; a file that can not be opened or read is an IoError.
 
 #include <array>
 #include <string>
@@ -32,7 +32,9 @@ inline constexpr std::string_view kFashionMnistInstall = "apt-get install datase
 inline constexpr std::array<std::string_view, 10> kFashionMnistClasses = {
     "T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"};
 
-/// 60,000 or 10,000 images of 28 x 28, from `<name>.gz` or `<name>` in the directory. Counts and labels are checked.
-ImageDataset load_fashion_mnist(Split split, const std::string& directory = std::string(kFashionMnistDirectory));
+/// 60,000 or 10,000 images of 28 x 28, from `<name>.gz` or `<name>` in the directory. Counts and labels are
+/// checked.
+ImageDataset load_fashion_mnist(Split split,
+                                const std::string& directory = std::string(kFashionMnistDirectory));
 
 }  // namespace mantissa::train

@@ -18,7 +18,9 @@ std::size_t aligned_bytes(const Shape& shape, DType dtype) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-std::size_t aligned_bytes(const BatchLayout& b) { return aligned_bytes(b.x_shape, b.x_dtype) + aligned_bytes(b.y_shape, b.y_dtype); }
+std::size_t aligned_bytes(const BatchLayout& b) {
+  return aligned_bytes(b.x_shape, b.x_dtype) + aligned_bytes(b.y_shape, b.y_dtype);
+}
 
 /// A tensor on a part of `whole`, with a version counter of its own.
 Tensor part_of(const std::shared_ptr<Storage>& whole, std::size_t offset, const Shape& shape, DType dtype) {
@@ -29,8 +31,9 @@ Tensor part_of(const std::shared_ptr<Storage>& whole, std::size_t offset, const 
 
 }  // namespace
 
-// Host buffers: `empty` ones wait for the thread, `ready` ones for the consumer, which queues one copy to the device, drops
-// the buffer (the backend reuses it once that copy is done) and takes a fresh one. Only the consumer talks to the device.
+// Host buffers: `empty` ones wait for the thread, `ready` ones for the consumer, which queues one copy to the
+// device, drops the buffer (the backend reuses it once that copy is done) and takes a fresh one. Only the
+// consumer talks to the device.
 struct Loader::Impl {
   struct Filled {
     std::shared_ptr<Storage> buffer;
@@ -54,7 +57,8 @@ struct Loader::Impl {
   Impl(std::unique_ptr<BatchSource> s, std::uint64_t seed, Device d, int prefetch)
       : source(std::move(s)), device(backend(d)), state{.seed = seed}, batches(source->batches()) {
     MT_CHECK(ConfigError, batches > 0, "Loader: the source has no batch");
-    MT_CHECK(ConfigError, prefetch > 0 && prefetch <= 1024, "Loader: prefetch must be 1 to 1024, got ", prefetch);
+    MT_CHECK(ConfigError, prefetch > 0 && prefetch <= 1024, "Loader: prefetch must be 1 to 1024, got ",
+             prefetch);
     buffer_bytes = aligned_bytes(source->layout(0));
     buffers = static_cast<std::size_t>(prefetch);
     while (empty.size() < buffers) empty.push_back(fresh_buffer());
@@ -80,7 +84,8 @@ struct Loader::Impl {
         std::shared_ptr<Storage> buffer = take_empty();
         if (buffer == nullptr) return;
         const BatchLayout layout = source->layout(at.position);
-        MT_CHECK(InternalError, aligned_bytes(layout) <= buffer->bytes, "Loader: batch ", at.position, " is larger than batch 0");
+        MT_CHECK(InternalError, aligned_bytes(layout) <= buffer->bytes, "Loader: batch ", at.position,
+                 " is larger than batch 0");
         source->fill(at.position, buffer->data, buffer->data + aligned_bytes(layout.x_shape, layout.x_dtype));
         {
           const std::lock_guard lock(mutex);
@@ -134,11 +139,13 @@ struct Loader::Impl {
     std::shared_ptr<Storage> whole = filled.buffer;  // on the CPU the batch keeps the buffer
     if (!device.device().is_cpu()) {
       const auto bytes = static_cast<std::int64_t>(aligned_bytes(b));
-      whole = std::make_shared<Storage>(static_cast<std::size_t>(bytes), device.device(), MemoryCategory::data);
+      whole =
+          std::make_shared<Storage>(static_cast<std::size_t>(bytes), device.device(), MemoryCategory::data);
       Tensor target(whole, {bytes}, {1}, 0, DType::u8);
       device.copy_from_host(filled.buffer->data, target);
     }
-    return {part_of(whole, 0, b.x_shape, b.x_dtype), part_of(whole, aligned_bytes(b.x_shape, b.x_dtype), b.y_shape, b.y_dtype)};
+    return {part_of(whole, 0, b.x_shape, b.x_dtype),
+            part_of(whole, aligned_bytes(b.x_shape, b.x_dtype), b.y_shape, b.y_dtype)};
   }
 
   void stop() {
@@ -172,8 +179,9 @@ std::int64_t Loader::batches() const { return impl_->batches; }
 LoaderState Loader::state() const { return impl_->state; }
 
 void Loader::set_state(const LoaderState& state) {
-  MT_CHECK(ConfigError, state.epoch >= 0 && state.position >= 0 && state.position < batches(), "Loader::set_state: epoch ", state.epoch,
-           ", position ", state.position, "; expected an epoch from 0 and a position in [0, ", batches(), ")");
+  MT_CHECK(ConfigError, state.epoch >= 0 && state.position >= 0 && state.position < batches(),
+           "Loader::set_state: epoch ", state.epoch, ", position ", state.position,
+           "; expected an epoch from 0 and a position in [0, ", batches(), ")");
   impl_->restart(state);
 }
 

@@ -3,8 +3,9 @@
 //
 //   for (auto [x, y] : loader) { ... }    // one epoch, or the rest of it after a resume
 //
-// A thread of the loader reads ahead into pinned memory; the training thread only queues the copies to the device and
-// never waits for them. What a batch holds depends on (seed, epoch, position) alone, never on threads or timing.
+// A thread of the loader reads ahead into pinned memory; the training thread only queues the copies to the
+// device and never waits for them. What a batch holds depends on (seed, epoch, position) alone, never on
+// threads or timing.
 
 #include <cstdint>
 #include <iterator>
@@ -36,8 +37,8 @@ struct BatchLayout {
   DType y_dtype = DType::i64;
 };
 
-/// What a loader reads from; derive from it for data of your own. start_epoch and fill are called by the loader's
-/// thread, one at a time. What they throw arrives at the consumer, after the batches before it.
+/// What a loader reads from; derive from it for data of your own. start_epoch and fill are called by the
+/// loader's thread, one at a time. What they throw arrives at the consumer, after the batches before it.
 class BatchSource {
  public:
   virtual ~BatchSource() = default;
@@ -80,7 +81,8 @@ class Loader {
     Batch batch_;
     bool done_ = false;
   };
-  /// Goes on where the loader stands, to the end of that epoch: leaving the loop early and looping again continues.
+  /// Goes on where the loader stands, to the end of that epoch: leaving the loop early and looping again
+  /// continues.
   Iterator begin() { return Iterator(*this); }
   std::default_sentinel_t end() { return {}; }
 
@@ -93,15 +95,15 @@ class Loader {
 std::vector<std::int64_t> permutation(std::int64_t n, std::uint64_t seed, std::int64_t epoch);
 
 struct ImageLoaderOptions {
-  std::int64_t batch = 64;   // images a rank
-  bool shuffle = true;       // a new order each epoch
-  bool drop_last = true;     // drop the images that do not fill a batch; else the last batch is smaller
-  bool normalize = true;     // x = (byte / 255 - mean) / deviation as f32; else x is the bytes (u8)
+  std::int64_t batch = 64;  // images a rank
+  bool shuffle = true;      // a new order each epoch
+  bool drop_last = true;    // drop the images that do not fill a batch; else the last batch is smaller
+  bool normalize = true;    // x = (byte / 255 - mean) / deviation as f32; else x is the bytes (u8)
   double mean = 0.2860, deviation = 0.3530;  // of Fashion-MNIST's training images
   std::uint64_t seed = 0;
   Device device = cpu;
-  int rank = 0, ranks = 1;   // each rank takes its part of a global batch of batch * ranks images
-  int prefetch = 3;          // batches read ahead
+  int rank = 0, ranks = 1;  // each rank takes its part of a global batch of batch * ranks images
+  int prefetch = 3;         // batches read ahead
 };
 
 /// x: f32 or u8 [B,1,H,W], y: i64 [B].
@@ -120,12 +122,12 @@ struct TokenLoaderOptions {
   std::int64_t batch = 16;      // windows a rank
   std::int64_t context = 1024;  // tokens a window
   TokenOrder order = TokenOrder::random;
-  bool drop_last = true;        // shuffled, sequential: drop the windows that do not fill a batch
-  std::int64_t steps = 0;       // batches an epoch; 0: as many as it takes to see about every token once
-  DType dtype = DType::i32;     // of tokens and targets: i32 or i64
+  bool drop_last = true;     // shuffled, sequential: drop the windows that do not fill a batch
+  std::int64_t steps = 0;    // batches an epoch; 0: as many as it takes to see about every token once
+  DType dtype = DType::i32;  // of tokens and targets: i32 or i64
   std::uint64_t seed = 0;
   Device device = cpu;
-  int rank = 0, ranks = 1;      // each rank takes its part of a global batch of batch * ranks windows
+  int rank = 0, ranks = 1;  // each rank takes its part of a global batch of batch * ranks windows
   int prefetch = 3;
 };
 

@@ -1,5 +1,6 @@
 #pragma once
-// Token sequences for language models: llm.c's binary files (memory-mapped), or the bytes of a text as tokens.
+// Token sequences for language models: llm.c's binary files (memory-mapped), or the bytes of a text as
+// tokens.
 
 #include <cstdint>
 #include <memory>
@@ -13,9 +14,10 @@ namespace mantissa::train {
 /// A sequence of token ids, all in [0, vocab). Copies and splits share the data.
 class TokenDataset {
  public:
-  /// llm.c's layout, little-endian: 256 int32 (magic, version, count, then unused), then the ids: uint16 for magic 20240520
-  /// version 1 (GPT-2), uint32 for magic 20240801 version 7 (LLaMA 3). The whole file is checked here. `vocab` 0 means one
-  /// more than the largest id. The file is mapped: it must not shrink while it is in use.
+  /// llm.c's layout, little-endian: 256 int32 (magic, version, count, then unused), then the ids: uint16 for
+  /// magic 20240520 version 1 (GPT-2), uint32 for magic 20240801 version 7 (LLaMA 3). The whole file is
+  /// checked here. `vocab` 0 means one more than the largest id. The file is mapped: it must not shrink while
+  /// it is in use.
   static TokenDataset open(const std::string& path, std::int64_t vocab = 0);
   /// The bytes of any file as tokens; vocab is 256. Mapped like the above.
   static TokenDataset open_text(const std::string& path);
@@ -25,7 +27,8 @@ class TokenDataset {
   std::int64_t size() const { return size_; }
   std::int64_t vocab() const { return vocab_; }
   std::int64_t operator[](std::int64_t i) const;  // i in [0, size())
-  /// Writes tokens [begin, begin + n) to `target` (std::int32_t or std::int64_t). IndexError when outside the sequence.
+  /// Writes tokens [begin, begin + n) to `target` (std::int32_t or std::int64_t). IndexError when outside the
+  /// sequence.
   template <class T>
   void copy(std::int64_t begin, std::int64_t n, T* target) const;
 
@@ -35,7 +38,8 @@ class TokenDataset {
   std::pair<TokenDataset, TokenDataset> split(double fraction) const;
 
  private:
-  TokenDataset(std::shared_ptr<const void> owner, const void* data, int width, std::int64_t size, std::int64_t vocab)
+  TokenDataset(std::shared_ptr<const void> owner, const void* data, int width, std::int64_t size,
+               std::int64_t vocab)
       : owner_(std::move(owner)), data_(data), width_(width), size_(size), vocab_(vocab) {}
 
   std::shared_ptr<const void> owner_;
