@@ -7,12 +7,14 @@
 #include "autograd/graph.h"
 #include "autograd/transaction.h"
 
-namespace mantissa::optim {
+namespace mantissa {
 
 std::string to_string(Verdict verdict) {
   constexpr const char* names[] = {"pending", "applied", "skipped: overflow", "skipped: NaN", "skipped at the floor", "nothing to do"};
   return names[static_cast<std::size_t>(verdict)];
 }
+
+namespace optim {
 
 Schedule constant(double lr, std::int64_t warmup) { return {.base = lr, .warmup = warmup}; }
 Schedule linear_decay(double lr, std::int64_t total, std::int64_t warmup, double final) {
@@ -259,4 +261,5 @@ void Adam::update(std::span<const UpdateTensor> tensors, const StepState* state)
 AdamW::AdamW(const std::vector<Tensor>& parameters, const AdamOptions& o) : Adam(decay_groups(parameters, o.weight_decay), o, true) {}
 AdamW::AdamW(std::vector<ParamGroup> groups, const AdamOptions& o) : Adam(std::move(groups), o, true) {}
 
-}  // namespace mantissa::optim
+}  // namespace optim
+}  // namespace mantissa

@@ -13,11 +13,14 @@
 #include "core/step.h"
 #include "core/tensor.h"
 
+namespace mantissa {
+std::string to_string(Verdict verdict);  // "applied", "skipped: overflow", ...
+}
+
 namespace mantissa::optim {
 
 using mantissa::Schedule;
 using mantissa::Verdict;
-std::string to_string(Verdict verdict);
 
 /// Schedules of the field, functions of applied steps.
 Schedule constant(double lr, std::int64_t warmup = 0);
