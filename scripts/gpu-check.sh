@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# What a machine with a GPU has to say about a build: the whole test suite, the sanitizers on the kernels, and the benchmarks
+# beside PyTorch where it is installed. Builds first unless MANTISSA_BUILD_DIR holds a build made elsewhere.
+#   scripts/gpu-check.sh [tests] [sanitize] [bench]     default: all three
+set -uo pipefail
+cd "$(dirname "$0")/.."
+build=${MANTISSA_BUILD_DIR:-}
+stages=("$@")
+[ ${#stages[@]} -gt 0 ] || stages=(tests sanitize bench)
+if [ -z "$build" ]; then
+  build=build/gpu
+  scripts/setup.sh --cuda
+  cmake -S . -B "$build" -G Ninja -DMANTISSA_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=native -DBUILD_SHARED_LIBS=ON -DMANTISSA_BUILD_BENCHMARKS=ON &&
+    cmake --build "$build" || exit 1
+fi
+# The libraries of NVIDIA's Python packages serve where no toolkit is on the library path.
+for folder in $(python3 -c 'import glob, site, sys
+for base in site.getsitepackages():
+    print(" ".join(glob.glob(base + "/nvidia/*/lib")))' 2>/dev/null); do
+  LD_LIBRARY_PATH=${LD_LIBRARY_PATH:-}:$folder
+done
+export LD_LIBRARY_PATH=${LD_LIBRARY_PATH:-}:$build
+out=${OUT:-$build}
+nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
+status=0
+
+for stage in "${stages[@]}"; do
+  echo "== $stage"
+  case $stage in
+    tests)
+      for test in "$build"/tests/*_test; do
+        name=$(basename "$test")
+        if timeout 300 "$test" --gtest_brief=1 >"$out/$name.log" 2>&1; then
+          grep -E '^\[  PASSED|^\[  SKIPPED|MANTISSA_TEST_SEED' "$out/$name.log" | tr '\n' ' '
+          echo "$name"
+        else
+          status=1
+          echo "FAILED $name"
+          grep -vE '^\[ RUN|^\[       OK' "$out/$name.log" | head -n 60
+        fi
+      done
+      ;;
+    sanitize)
+      # Small shapes: the sanitizers slow kernels down by ten to a hundred times.
+      for tool in memcheck racecheck initcheck; do
+        for test in ${MANTISSA_SANITIZE_TESTS:-kernels_test}; do
+          if timeout 280 compute-sanitizer --tool $tool --error-exitcode 9 "$build/tests/$test" --gtest_brief=1 >"$out/$tool-$test.log" 2>&1; then
+            echo "$tool $test: $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$out/$tool-$test.log" | tail -n 1)"
+          else
+            status=1
+            echo "FAILED $tool $test"
+            grep -E '=========|Failure|FAILED' "$out/$tool-$test.log" | head -n 40
+          fi
+        done
+      done
+      ;;
+    bench)
+      for precision in bf16-mixed fp16-mixed tf32 fp32; do
+        "$build/bench/train_step" --model gpt --device cuda --precision $precision
+        python3 bench/peers/train_step.py --model gpt --precision $precision
+        python3 bench/peers/train_step.py --model gpt --precision $precision --compile
+      done 2>&1 | tee "$out/bench.jsonl"
+      for precision in fp16-mixed bf16-mixed fp32; do
+        "$build/bench/train_step" --model mlp --batch 128 --device cuda --precision $precision --steps 200 --warmup 50
+        python3 bench/peers/train_step.py --model mlp --batch 128 --precision $precision --steps 200 --warmup 50
+      done 2>&1 | tee -a "$out/bench.jsonl"
+      ;;
+  esac
+done
+exit $status
