@@ -78,7 +78,8 @@ class Backend {
   virtual void synchronize() = 0;
   BackendCounters counters;
 
-  // Host memory from which copies to the device need not wait; plain memory on the CPU.
+  // Host memory from which copies to the device need not wait; plain memory on the CPU. It may be dropped as soon as
+  // a copy is queued: a block is handed out again only when the work queued before it was dropped is done.
   virtual std::shared_ptr<Storage> pinned_storage(std::size_t bytes) = 0;
   /// Contiguous bytes between host memory and a contiguous tensor of this device. to_host waits; from_host does not
   /// when the source is pinned (the caller then keeps it unchanged until the work is done).

@@ -325,6 +325,14 @@ TEST_F(DataTest, TokensMalformed) {
   }
 }
 
+TEST_F(DataTest, TokensEveryTruncation) {
+  const Bytes good = token_file(20240520, 1, 3, Bytes("\1\0\2\0\3\0", 6));
+  for (std::size_t n = 0; n < good.size(); ++n) {
+    const std::string name = write("cut", good.substr(0, n));
+    EXPECT_THROW(TokenDataset::open(name), FormatError) << n << " bytes";
+  }
+}
+
 TEST_F(DataTest, TokensSliceSplitAndRange) {
   std::vector<std::uint8_t> bytes(100);
   std::iota(bytes.begin(), bytes.end(), std::uint8_t{0});

@@ -318,6 +318,24 @@ TEST(Loader, AnErrorOfTheThreadArrivesInOrder) {
   expect_error<IoError>([&] { loader.next(); }, {"second epoch"});
 }
 
+TEST(Loader, TheGpuGetsTheSameWithoutWaiting) {
+  if (cuda_device_count() == 0) GTEST_SKIP() << "no GPU: " << cuda_unavailable_reason();
+  const Device gpu = cuda(0);
+  ImageLoader here(images(200, 28), {.batch = 32, .drop_last = false, .seed = 8});
+  ImageLoader there(images(200, 28),
+                    {.batch = 32, .drop_last = false, .seed = 8, .device = gpu, .prefetch = 2});
+  const std::int64_t waits = backend(gpu).counters.synchronizations;
+  std::vector<Batch> batches;
+  for (int i = 0; i < 30; ++i) batches.push_back(there.next());
+  EXPECT_EQ(backend(gpu).counters.synchronizations, waits);
+  for (const Batch& batch : batches) {
+    const Batch expected = here.next();
+    EXPECT_EQ(batch.x.device(), gpu);
+    EXPECT_EQ(batch.x.to_vector(), expected.x.to_vector());
+    EXPECT_EQ(batch.y.to_vector<std::int64_t>(), expected.y.to_vector<std::int64_t>());
+  }
+}
+
 TEST(Loader, StopsCleanlyAtAnyMoment) {
   for (int taken = 0; taken < 12; ++taken) {
     ImageLoader loader(images(64), {.batch = 2, .prefetch = 4});

@@ -1,6 +1,5 @@
 #pragma once
-// For the readers and writers of this folder: a file descriptor that closes itself, and errors with their
-// reason.
+// For the readers and writers of this folder: an open file that closes itself, and errors with their reason.
 
 #include <cstddef>
 #include <cstdint>
@@ -11,8 +10,7 @@ namespace mantissa::train {
 /// The text of an errno value.
 std::string system_error(int code);
 
-/// A regular file that is open for reading; IoError when it is missing, unreadable, a folder, a pipe or a
-/// device.
+/// A regular file that is open for reading; IoError when it is missing, unreadable, or no regular file.
 class InputFile {
  public:
   InputFile(const char* op, std::string path);

@@ -81,8 +81,7 @@ class Loader {
     Batch batch_;
     bool done_ = false;
   };
-  /// Goes on where the loader stands, to the end of that epoch: leaving the loop early and looping again
-  /// continues.
+  /// Goes on where the loader stands, to the end of that epoch; a loop that was left early can be continued.
   Iterator begin() { return Iterator(*this); }
   std::default_sentinel_t end() { return {}; }
 

@@ -1,6 +1,5 @@
 #pragma once
-// Token sequences for language models: llm.c's binary files (memory-mapped), or the bytes of a text as
-// tokens.
+// Token sequences for language models: llm.c's files (memory-mapped), or the bytes of a text as tokens.
 
 #include <cstdint>
 #include <memory>
@@ -27,8 +26,7 @@ class TokenDataset {
   std::int64_t size() const { return size_; }
   std::int64_t vocab() const { return vocab_; }
   std::int64_t operator[](std::int64_t i) const;  // i in [0, size())
-  /// Writes tokens [begin, begin + n) to `target` (std::int32_t or std::int64_t). IndexError when outside the
-  /// sequence.
+  /// Writes tokens [begin, begin + n) to `target`, as std::int32_t or std::int64_t; IndexError when outside.
   template <class T>
   void copy(std::int64_t begin, std::int64_t n, T* target) const;
 
