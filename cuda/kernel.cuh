@@ -108,28 +108,61 @@ struct alignas(V * sizeof(T) < 16 ? V * sizeof(T) : 16) Vec {
   T v[V];
 };
 
+/// The unsigned type that moves `bytes` in one instruction.
+template <int kBytes>
+using Word = std::conditional_t<
+    kBytes >= 16, uint4,
+    std::conditional_t<kBytes == 8, uint2,
+                       std::conditional_t<kBytes == 4, unsigned, std::conditional_t<kBytes == 2, unsigned short, unsigned char>>>>;
+
 template <int V, class T>
 __device__ inline Vec<T, V> load(const T* p) {
-  return *reinterpret_cast<const Vec<T, V>*>(p);
+  if constexpr (V == 1) return {*p};
+  using W = Word<V * sizeof(T)>;
+  constexpr int kWords = V * sizeof(T) / sizeof(W);
+  Vec<T, V> x;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) reinterpret_cast<W*>(&x)[i] = reinterpret_cast<const W*>(p)[i];
+  return x;
 }
+// In assembly, so that the compiler does not split the store (it does where it moves the elements' code around).
+__device__ inline void store_word(uint4* p, uint4 x) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+__device__ inline void store_word(uint2* p, uint2 x) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(p)), "r"(x.x), "r"(x.y) : "memory");
+}
+template <class W>
+__device__ inline void store_word(W* p, W x) {
+  *p = x;
+}
+
+/// p in global memory.
 template <int V, class T>
 __device__ inline void store(T* p, const Vec<T, V>& x) {
-  *reinterpret_cast<Vec<T, V>*>(p) = x;
+  if constexpr (V == 1) {
+    *p = x.v[0];
+  } else {
+    using W = Word<V * sizeof(T)>;
+    constexpr int kWords = V * sizeof(T) / sizeof(W);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) store_word(reinterpret_cast<W*>(p) + i, reinterpret_cast<const W*>(&x)[i]);
+  }
 }
 
 /// Elements of 16 bytes, for the type that a kernel mostly reads.
 template <class T>
 inline constexpr int kVector = 16 / static_cast<int>(sizeof(T));
 
-/// Calls f(i, vec) for the elements [0, n) of a row, split among `threads` threads: 16-byte accesses from the first
-/// aligned element on, four in flight, and single elements (vec of 1) at both ends.
-template <class T, class F>
+/// Calls f(i, vec) for the elements [0, n) of a row, split among `threads` threads: vectors of V from the first aligned
+/// element on, four in flight, and single elements (vec of 1) at both ends. With V = 1, single elements throughout.
+template <int V, class T, class F>
 __device__ inline void walk_row(const T* row, std::int64_t n, int thread, int threads, F&& f) {
-  constexpr int V = kVector<T>;
   const int misaligned = static_cast<int>(reinterpret_cast<std::uintptr_t>(row) / sizeof(T) % V);
   std::int64_t head = misaligned == 0 ? 0 : V - misaligned;
   if (head > n) head = n;
-  if (thread < head) f(static_cast<std::int64_t>(thread), load<1>(row + thread));
+  if (V > 1 && thread < head) f(static_cast<std::int64_t>(thread), load<1>(row + thread));
   const std::int64_t vectors = (n - head) / V;
   std::int64_t i = thread;
   constexpr int kInFlight = 4;
@@ -140,9 +173,16 @@ __device__ inline void walk_row(const T* row, std::int64_t n, int thread, int th
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) f(head + (i + u * threads) * V, x[u]);
   }
+#pragma unroll 1
   for (; i < vectors; i += threads) f(head + i * V, load<V>(row + head + i * V));
   const std::int64_t tail = head + vectors * V + thread;
-  if (tail < n) f(tail, load<1>(row + tail));
+  if (V > 1 && tail < n) f(tail, load<1>(row + tail));
+}
+
+/// Whether rows that start at the same element of each tensor are aligned alike, so that walk_row may use vectors.
+template <class... Pointers>
+bool aligned_alike(const Pointers*... p) {
+  return ((reinterpret_cast<std::uintptr_t>(p) % 16 == 0) && ...);
 }
 
 // ---- reductions ----
