@@ -1,0 +1,116 @@
+// The training step: gradient check, decision, updates. The formulas are in core/step.h, shared with the GPU.
+#include <cmath>
+#include <vector>
+
+#include "core/cpu/cpu_backend.h"
+#include "core/cpu/loops.h"
+
+namespace mantissa {
+namespace {
+
+struct Check {
+  double squares = 0;
+  std::int64_t infs = 0, nans = 0;
+};
+
+template <class T>
+Check check_run(const T* x, std::int64_t n) {
+  Check c;
+  double squares[8] = {};
+  for (std::int64_t i = 0; i < n; ++i) squares[i & 7] += static_cast<double>(x[i]) * static_cast<double>(x[i]);
+  for (const double s : squares) c.squares += s;
+  if (!std::isfinite(c.squares)) {  // rare: count what made it so (a finite f64 gradient may have an infinite square)
+    for (std::int64_t i = 0; i < n; ++i) {
+      c.infs += std::isinf(x[i]) ? 1 : 0;
+      c.nans += std::isnan(x[i]) ? 1 : 0;
+    }
+  }
+  return c;
+}
+
+template <class T, class Rule>
+void update_tensor(const UpdateTensor& t, const StepState& s, const Rule& rule) {
+  T* w = static_cast<T*>(t.parameter);
+  const T* g = static_cast<const T*>(t.gradient);
+  T *m = static_cast<T*>(t.state1), *v = static_cast<T*>(t.state2);
+  const T factor = static_cast<T>(s.factor), limit = static_cast<T>(s.max_value);
+  parallel_for(t.numel, kParallelGrain, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) {
+      T value = g[i] * factor;
+      if (limit > T(0)) value = value < -limit ? -limit : value > limit ? limit : value;
+      T none = 0;
+      if constexpr (requires { rule(value, w[i], none, none); }) {
+        rule(value, w[i], m[i], v[i]);
+      } else {
+        rule(value, w[i], m != nullptr ? m[i] : none);
+      }
+    }
+    if constexpr (std::is_same_v<T, float>) {
+      if (t.working == nullptr) return;
+      if (t.working_dtype == DType::f16) {
+        narrow_block(w + begin, static_cast<float16*>(t.working) + begin, end - begin);
+      } else {
+        narrow_block(w + begin, static_cast<bfloat16*>(t.working) + begin, end - begin);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void CpuBackend::check_gradients(std::span<const Tensor> gradients, StepState* state) {
+  Check total;
+  for (const Tensor& g : gradients) {
+    const std::int64_t n = g.numel(), pieces = (n + kParallelGrain - 1) / kParallelGrain;
+    std::vector<Check> parts(static_cast<std::size_t>(pieces));
+    parallel_for(n, kParallelGrain, [&](std::int64_t begin, std::int64_t end) {
+      parts[static_cast<std::size_t>(begin / kParallelGrain)] = g.dtype() == DType::f64 ? check_run(static_cast<const double*>(g.data()) + begin, end - begin)
+                                                                                        : check_run(static_cast<const float*>(g.data()) + begin, end - begin);
+    });
+    for (const Check& part : parts) {
+      total.squares += part.squares;
+      total.infs += part.infs;
+      total.nans += part.nans;
+    }
+  }
+  state->sum_of_squares = total.squares;
+  state->infs = total.infs;
+  state->nans = total.nans;
+}
+
+void CpuBackend::decide(const StepRules& rules, StepState* optimizer, ScaleState* scale, bool update_scale) {
+  decide_step(rules, *optimizer, scale, update_scale);
+}
+
+void CpuBackend::sgd_update(std::span<const UpdateTensor> tensors, const SgdRule& rule, const StepState* state) {
+  if (state->verdict != Verdict::applied) return;
+  for (const UpdateTensor& t : tensors) {
+    const auto run = [&]<class T>() {
+      const SgdElement<T> element{static_cast<T>(state->learning_rate * t.lr_scale), static_cast<T>(t.weight_decay), static_cast<T>(rule.momentum),
+                                  static_cast<T>(rule.dampening), rule.nesterov, state->applied == 1};
+      update_tensor<T>(t, *state, element);
+    };
+    t.dtype == DType::f64 ? run.template operator()<double>() : run.template operator()<float>();
+  }
+}
+
+void CpuBackend::adam_update(std::span<const UpdateTensor> tensors, const AdamRule& rule, const StepState* state) {
+  if (state->verdict != Verdict::applied) return;
+  const auto t_applied = static_cast<double>(state->applied);
+  const double correction1 = 1 - std::pow(rule.beta1, t_applied), correction2 = 1 - std::pow(rule.beta2, t_applied);
+  for (const UpdateTensor& t : tensors) {
+    const auto run = [&]<class T>() {
+      const AdamElement<T> element{static_cast<T>(state->learning_rate * t.lr_scale), static_cast<T>(t.weight_decay), static_cast<T>(rule.beta1),
+                                   static_cast<T>(rule.beta2), static_cast<T>(rule.eps), static_cast<T>(correction1), static_cast<T>(correction2), rule.decoupled};
+      update_tensor<T>(t, *state, element);
+    };
+    t.dtype == DType::f64 ? run.template operator()<double>() : run.template operator()<float>();
+  }
+}
+
+void CpuBackend::restore_if_skipped(const Tensor& source, const StepState* state, Tensor& target) {
+  const bool skipped = state->verdict != Verdict::applied && state->verdict != Verdict::nothing_to_do;
+  if (skipped) copy(source, target);
+}
+
+}  // namespace mantissa
