@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(kWarp* Transpose<T>::kRows) transpose_kernel(T
   const std::int64_t t0 = static_cast<std::int64_t>(rest % p.t_tiles) * kTile;
   std::int64_t offset[2];
   p.batch.locate(rest / p.t_tiles, offset);
-  y += offset[0] + t0 * p.y_stride + i0;
-  x += offset[1] + i0 * p.x_stride + t0;
+  x += offset[0] + i0 * p.x_stride + t0;
+  y += offset[1] + t0 * p.y_stride + i0;
   const std::int64_t i_left = p.i_size - i0, t_left = p.t_size - t0;
 #pragma unroll
   for (int i = threadIdx.y; i < kTile; i += kRows)
@@ -69,25 +69,37 @@ __global__ void __launch_bounds__(kWarp* Transpose<T>::kRows) transpose_kernel(T
 
 /// Runs the tiled kernel when it fits the strides.
 template <class T>
-bool try_transpose(CudaBackend& backend, Loops<2> loops, T* y, const T* x) {
-  loops.sort();
-  loops.merge();
-  if (loops.rank < 2 || loops.stride[0][0] != 1 || loops.stride[1][0] == 1) return false;
-  int axis = 0;
-  for (int d = 1; d < loops.rank; ++d)
-    if (loops.stride[1][d] == 1) axis = d;
-  if (axis == 0 || loops.size[0] < kWarp / 4 || loops.size[axis] < kWarp / 4) return false;
-  Loops<2> batch;
-  for (int d = 1; d < loops.rank; ++d)
-    if (d != axis) batch.push(loops.size[d], {loops.stride[0][d], loops.stride[1][d]});
-  if (batch.rank == 0) batch.push(1, {0, 0});
+bool try_transpose(CudaBackend& backend, const StridedPlan<2>& plan, T* y, const T* x) {
+  const int inner = plan.rank - 1;
+  if (plan.rank < 2 || plan.strides[1][inner] != 1 || plan.strides[0][inner] == 1) return false;
+  int axis = inner;
+  for (int d = 0; d < inner; ++d)
+    if (plan.strides[0][d] == 1) axis = d;
+  constexpr std::int64_t kWorthwhile = 8;
+  if (axis == inner || plan.sizes[inner] < kWorthwhile || plan.sizes[axis] < kWorthwhile) return false;
+  StridedPlan<2> batch;
+  batch.numel = 1;
+  for (int d = 0; d < inner; ++d) {
+    if (d == axis) continue;
+    batch.sizes[batch.rank] = plan.sizes[d];
+    batch.numel *= plan.sizes[d];
+    for (int k = 0; k < 2; ++k) batch.strides[k][batch.rank] = plan.strides[k][d];
+    ++batch.rank;
+  }
+  if (batch.rank == 0) {
+    batch.rank = 1;
+    batch.sizes[0] = 1;
+  }
   constexpr int kTile = Transpose<T>::kTile;
-  const std::int64_t i_tiles = ceil_div(loops.size[0], kTile), t_tiles = ceil_div(loops.size[axis], kTile);
-  const std::int64_t blocks = i_tiles * t_tiles * batch.numel();
+  const std::int64_t i_tiles = ceil_div(plan.sizes[inner], kTile), t_tiles = ceil_div(plan.sizes[axis], kTile);
+  const std::int64_t blocks = i_tiles * t_tiles * batch.numel;
   if (blocks >= kMaxUnits) return false;
-  const Transpose<T> p{loops.size[0],           loops.size[axis],
-                       loops.stride[1][0],      loops.stride[0][axis],
-                       static_cast<std::uint32_t>(i_tiles), static_cast<std::uint32_t>(t_tiles),
+  const Transpose<T> p{plan.sizes[inner],
+                       plan.sizes[axis],
+                       plan.strides[0][inner],
+                       plan.strides[1][axis],
+                       static_cast<std::uint32_t>(i_tiles),
+                       static_cast<std::uint32_t>(t_tiles),
                        Layout<2>(batch)};
   auto& counters = backend.counters;
   transpose_kernel<T><<<static_cast<unsigned>(blocks), dim3(kWarp, Transpose<T>::kRows), 0, backend.stream()>>>(p, y, x);
@@ -141,7 +153,7 @@ void CudaBackend::copy(const Tensor& x, Tensor& y) {
   if (y.numel() == 0) return;
   if (x.dtype() == y.dtype()) {
     visit_bits(y.dtype(), [&]<class Bits>() {
-      if (try_transpose(*this, loops_over<2>(y.shape(), {&y, &x}), data_as<Bits>(y), data_as<const Bits>(x))) return;
+      if (try_transpose(*this, make_plan<2>(y.shape(), {&x, &y}), data_as<Bits>(y), data_as<const Bits>(x))) return;
       map<MapPaths::kRows, Bits, Bits>(*this, Identity{}, y, x);
     });
     return;

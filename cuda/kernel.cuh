@@ -164,17 +164,16 @@ __device__ inline void walk_row(const T* row, std::int64_t n, int thread, int th
   if (head > n) head = n;
   if (V > 1 && thread < head) f(static_cast<std::int64_t>(thread), load<1>(row + thread));
   const std::int64_t vectors = (n - head) / V;
-  std::int64_t i = thread;
   constexpr int kInFlight = 4;
-  for (; i + (kInFlight - 1) * threads < vectors; i += kInFlight * threads) {
+  for (std::int64_t i = thread; i < vectors; i += kInFlight * threads) {
     Vec<T, V> x[kInFlight];
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) x[u] = load<V>(row + head + (i + u * threads) * V);
+    for (int u = 0; u < kInFlight; ++u)
+      if (i + u * threads < vectors) x[u] = load<V>(row + head + (i + u * threads) * V);
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) f(head + (i + u * threads) * V, x[u]);
+    for (int u = 0; u < kInFlight; ++u)
+      if (i + u * threads < vectors) f(head + (i + u * threads) * V, x[u]);
   }
-#pragma unroll 1
-  for (; i < vectors; i += threads) f(head + i * V, load<V>(row + head + i * V));
   const std::int64_t tail = head + vectors * V + thread;
   if (V > 1 && tail < n) f(tail, load<1>(row + tail));
 }

@@ -1,14 +1,14 @@
 #pragma once
 // Elementwise kernels over any strides: y[i] = f(x0[i], x1[i], ...) with broadcasting.
 //
-// The host orders and merges the axes. Dense tensors are one axis and take the fast kernel; where the innermost axis is
+// The host orders and merges the axes (core/strided.h). Dense tensors are one axis and take the fast kernel; where the innermost axis is
 // contiguous, aligned and a multiple of 16 bytes a thread handles one vector, else single elements.
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
 #include <utility>
 
+#include "core/strided.h"
 #include "core/tensor.h"
 #include "cuda/cuda_backend.h"
 #include "cuda/cuda_check.h"
@@ -16,96 +16,18 @@
 
 namespace mantissa {
 
-/// Nested loops over N operands, innermost axis first. Operand 0 is the output.
-template <int N>
-struct Loops {
-  using Each = std::array<std::int64_t, N>;  // one value an operand
-  int rank = 0;
-  std::array<std::int64_t, kMaxRank> size{};
-  std::array<std::array<std::int64_t, kMaxRank>, N> stride{};
-
-  std::int64_t numel() const {
-    std::int64_t n = 1;
-    for (int d = 0; d < rank; ++d) n *= size[d];
-    return n;
-  }
-  void push(std::int64_t extent, const Each& strides) {
-    size[rank] = extent;
-    for (int k = 0; k < N; ++k) stride[k][rank] = strides[k];
-    ++rank;
-  }
-  void swap_axes(int a, int b) {
-    std::swap(size[a], size[b]);
-    for (auto& s : stride) std::swap(s[a], s[b]);
-  }
-  /// Innermost: the axis of the output's smallest stride.
-  void sort() {
-    for (int a = 1; a < rank; ++a)
-      for (int b = a; b > 0 && stride[0][b] < stride[0][b - 1]; --b) swap_axes(b, b - 1);
-  }
-  /// Cuts the outermost axis in two, at a multiple of `vector` if it is the innermost too: *this keeps the first part of
-  /// the row-major order, `rest` gets the other. Returns where `rest` begins, in elements of each operand.
-  Each split(int vector, Loops& rest) {
-    int axis = rank - 1;
-    while (axis > 0 && size[axis] == 1) --axis;
-    rest = *this;
-    size[axis] = axis == 0 ? size[0] / 2 / vector * vector : size[axis] / 2;
-    rest.size[axis] -= size[axis];
-    Each begin;
-    for (int k = 0; k < N; ++k) begin[k] = size[axis] * stride[k][axis];
-    return begin;
-  }
-  /// Joins neighbouring axes that every operand walks in one stride.
-  void merge() {
-    Loops out;
-    for (int d = 0; d < rank; ++d) {
-      if (size[d] == 1) continue;
-      const int last = out.rank - 1;
-      bool joins = last >= 0;
-      for (int k = 0; joins && k < N; ++k) joins = stride[k][d] == out.stride[k][last] * out.size[last];
-      if (joins) {
-        out.size[last] *= size[d];
-        continue;
-      }
-      Each s;
-      for (int k = 0; k < N; ++k) s[k] = stride[k][d];
-      out.push(size[d], s);
-    }
-    if (out.rank == 0) {
-      Each s;
-      s.fill(1);
-      out.push(1, s);
-    }
-    *this = out;
-  }
-};
-
-/// The loops over `shape` of operands that broadcast to it, in row-major order (unsorted, unmerged).
-template <int N>
-Loops<N> loops_over(const Shape& shape, const std::array<const Tensor*, N>& operands) {
-  Loops<N> loops;
-  for (int d = shape.rank() - 1; d >= 0; --d) {
-    typename Loops<N>::Each strides{};
-    for (int k = 0; k < N; ++k) {
-      const int axis = d - (shape.rank() - operands[k]->rank());
-      strides[k] = axis < 0 || operands[k]->shape()[axis] != shape[d] ? 0 : operands[k]->strides()[axis];
-    }
-    loops.push(shape[d], strides);
-  }
-  return loops;
-}
-
-/// The same, for the device; sizes count units of V elements along the innermost axis.
+/// A plan as the device walks it: innermost axis first, sizes in units of V elements along it.
 template <int N>
 struct Layout {
   int rank;
   FastDivisor size[kMaxRank];
   std::int64_t stride[N][kMaxRank];
 
-  explicit Layout(const Loops<N>& loops, int vector = 1) : rank(loops.rank) {
+  explicit Layout(const StridedPlan<N>& plan, int vector = 1) : rank(plan.rank) {
     for (int d = 0; d < rank; ++d) {
-      size[d] = FastDivisor(static_cast<std::uint32_t>(d == 0 ? loops.size[d] / vector : loops.size[d]));
-      for (int k = 0; k < N; ++k) stride[k][d] = loops.stride[k][d] * (d == 0 ? vector : 1);
+      const int axis = rank - 1 - d;
+      size[d] = FastDivisor(static_cast<std::uint32_t>(d == 0 ? plan.sizes[axis] / vector : plan.sizes[axis]));
+      for (int k = 0; k < N; ++k) stride[k][d] = plan.strides[k][axis] * (d == 0 ? vector : 1);
     }
   }
   /// Offsets in elements of the unit i.
@@ -123,6 +45,21 @@ struct Layout {
     for (int k = 0; k < N; ++k) offset[k] += static_cast<std::int64_t>(i) * stride[k][rank - 1];
   }
 };
+
+/// Cuts the outermost axis of a plan in two, at a multiple of `vector` if it is the innermost too: `plan` keeps the first
+/// part, `rest` gets the other, which begins `begin[k]` elements later in operand k.
+template <int N>
+void split(StridedPlan<N>& plan, StridedPlan<N>& rest, int vector, std::int64_t (&begin)[N]) {
+  int axis = 0;
+  while (axis < plan.rank - 1 && plan.sizes[axis] == 1) ++axis;
+  rest = plan;
+  const std::int64_t size = plan.sizes[axis], first = axis == plan.rank - 1 ? size / 2 / vector * vector : size / 2;
+  plan.sizes[axis] = first;
+  rest.sizes[axis] = size - first;
+  plan.numel = plan.numel / size * first;
+  rest.numel -= plan.numel;
+  for (int k = 0; k < N; ++k) begin[k] = first * plan.strides[k][axis];
+}
 
 template <class T, int V, int U>
 struct Batch {
@@ -188,7 +125,7 @@ __device__ inline void map_unit(std::index_sequence<K...>, const F& f, const Lay
                                 std::uint32_t unit, Out* y, const In*... x) {
   std::int64_t offset[1 + sizeof...(In)];
   layout.locate(unit, offset);
-  apply<V, F, Out, In...>(f, y + offset[0], load_or_spread<V>(x + offset[K + 1], layout.stride[K + 1][0] == 0)...);
+  apply<V, F, Out, In...>(f, y + offset[sizeof...(In)], load_or_spread<V>(x + offset[K], layout.stride[K][0] == 0)...);
 }
 
 // Any strides, broadcast operands. Bytes: every operand once as long as repeated reads hit a cache.
@@ -203,31 +140,32 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class T, int N>
-bool vectorizes(const Loops<N>& loops, int k, const T* data, int vector) {
-  constexpr std::uintptr_t kLimit = 16;
-  const std::uintptr_t bytes = sizeof(T) * vector;
-  const bool constant = k > 0 && loops.stride[k][0] == 0;
-  if (!constant && loops.stride[k][0] != 1) return false;
-  if (!constant && reinterpret_cast<std::uintptr_t>(data) % (bytes < kLimit ? bytes : kLimit) != 0) return false;
-  for (int d = 1; d < loops.rank; ++d)
-    if (!constant && loops.stride[k][d] % vector != 0) return false;
-  return loops.rank == 1 || loops.size[0] % vector == 0;
+bool vectorizes(const StridedPlan<N>& plan, int k, const T* data, int vector) {
+  const int inner = plan.rank - 1;
+  const bool constant = k < N - 1 && plan.strides[k][inner] == 0;
+  if (constant) return true;
+  const std::uintptr_t bytes = std::min<std::uintptr_t>(sizeof(T) * vector, 16);
+  bool fits = plan.strides[k][inner] == 1 && reinterpret_cast<std::uintptr_t>(data) % bytes == 0;
+  for (int d = 0; d < inner; ++d) fits = fits && plan.strides[k][d] % vector == 0;
+  return fits;
 }
 
 template <int V, int U, std::size_t... K, class F, class Out, class... In>
-void launch_strided(std::index_sequence<K...> inputs, CudaBackend& backend, const F& f, Loops<1 + sizeof...(In)> loops, Out* y,
-                    const In*... x) {
-  const std::int64_t units = loops.numel() / V;
-  if (units >= kMaxUnits) {
-    Loops<1 + sizeof...(In)> rest;
-    const auto begin = loops.split(V, rest);
-    launch_strided<V, U>(inputs, backend, f, loops, y, x...);
-    launch_strided<V, U>(inputs, backend, f, rest, y + begin[0], (x + begin[K + 1])...);
+void launch_strided(std::index_sequence<K...> inputs, CudaBackend& backend, const F& f, StridedPlan<1 + sizeof...(In)> plan,
+                    Out* y, const In*... x) {
+  constexpr int N = 1 + sizeof...(In);
+  if (plan.numel / V >= kMaxUnits) {
+    StridedPlan<N> rest;
+    std::int64_t begin[N];
+    split(plan, rest, V, begin);
+    launch_strided<V, U>(inputs, backend, f, plan, y, x...);
+    launch_strided<V, U>(inputs, backend, f, rest, y + begin[N - 1], (x + begin[K])...);
     return;
   }
   auto& counters = backend.counters;
+  const std::int64_t units = plan.numel / V;
   map_strided<V, U, F, Out, In...><<<static_cast<unsigned>(ceil_div(units, kThreads * U)), kThreads, 0, backend.stream()>>>(
-      f, Layout<1 + sizeof...(In)>(loops, V), static_cast<std::uint32_t>(units), y, x...);
+      f, Layout<N>(plan, V), static_cast<std::uint32_t>(units), y, x...);
   MT_LAUNCHED();
 }
 
@@ -235,37 +173,37 @@ void launch_strided(std::index_sequence<K...> inputs, CudaBackend& backend, cons
 /// are not dense as a whole, kElements only the one that takes single elements.
 enum class MapPaths { kElements, kStrided, kRows };
 
-/// y = f(x...) at the storage types Out and In...; loops: operand 0 is y, then the inputs.
+/// y = f(x...) at the storage types Out and In...; the plan's operands are the inputs, then y.
 template <MapPaths kPaths, class F, class Out, class... In>
-void launch_map(CudaBackend& backend, const F& f, Loops<1 + sizeof...(In)> loops, Out* y, const In*... x) {
+void launch_map(CudaBackend& backend, const F& f, StridedPlan<1 + sizeof...(In)> plan, Out* y, const In*... x) {
   constexpr int N = 1 + sizeof...(In);
   constexpr int kSmallest = static_cast<int>(std::min({sizeof(Out), sizeof(In)...}));
   constexpr int kLargest = static_cast<int>(std::max({sizeof(Out), sizeof(In)...}));
   constexpr bool kDouble = (std::is_same_v<Out, double> || ... || std::is_same_v<In, double>);  // rare: little code
   constexpr int V = kDouble || kPaths == MapPaths::kElements ? 1 : std::min(16 / kSmallest, 32 / kLargest);
-  auto& counters = backend.counters;
-  if (loops.numel() == 0) return;
-  loops.sort();
-  loops.merge();
-  int k = 0;
-  const bool vectors = V > 1 && vectorizes<Out>(loops, 0, y, V) && (... && (++k, vectorizes<In>(loops, k, x, V)));
+  if (plan.numel == 0) return;
+  if (plan.rank == 0) {  // one element
+    plan.rank = 1;
+    plan.sizes[0] = 1;
+    for (auto& strides : plan.strides) strides[0] = 1;
+  }
+  constexpr std::make_index_sequence<N - 1> inputs;
   if constexpr (V > 1) {
-    bool dense = vectors && loops.rank == 1;
-    for (k = 0; k < N; ++k) dense = dense && loops.stride[k][0] == 1;
-    if (dense) {
+    int k = 0;
+    const bool vectors = (... && (vectorizes<In>(plan, k++, x, V))) && vectorizes<Out>(plan, N - 1, y, V);
+    if (vectors && plan.flat) {
       constexpr int U = V >= 8 ? 2 : 4;
-      const std::int64_t n = loops.size[0];
+      auto& counters = backend.counters;
       map_dense<V, U, F, Out, In...>
-          <<<static_cast<unsigned>(ceil_div(n, kThreads * V * U)), kThreads, 0, backend.stream()>>>(f, n, y, x...);
+          <<<static_cast<unsigned>(ceil_div(plan.numel, kThreads * V * U)), kThreads, 0, backend.stream()>>>(f, plan.numel, y, x...);
       MT_LAUNCHED();
       return;
     }
+    if constexpr (kPaths == MapPaths::kRows) {
+      if (vectors && plan.inner() % V == 0) return launch_strided<V, 1>(inputs, backend, f, plan, y, x...);
+    }
   }
-  constexpr std::make_index_sequence<N - 1> inputs;
-  if constexpr (V > 1 && kPaths == MapPaths::kRows) {
-    if (vectors && loops.size[0] % V == 0) return launch_strided<V, 1>(inputs, backend, f, loops, y, x...);
-  }
-  launch_strided<1, kDouble ? 1 : 4>(inputs, backend, f, loops, y, x...);
+  launch_strided<1, kDouble ? 1 : 4>(inputs, backend, f, plan, y, x...);
 }
 
 template <class T>
@@ -288,7 +226,7 @@ void visit_bits(DType dtype, F&& f) {
 template <MapPaths kPaths, class Out, class... In, class F, class... Tensors>
 void map(CudaBackend& backend, const F& f, const Tensor& y, const Tensors&... x) {
   static_assert(sizeof...(In) == sizeof...(Tensors));
-  launch_map<kPaths, F, Out, In...>(backend, f, loops_over<1 + sizeof...(In)>(y.shape(), {&y, &x...}), data_as<Out>(y),
+  launch_map<kPaths, F, Out, In...>(backend, f, make_plan<1 + sizeof...(In)>(y.shape(), {&x..., &y}), data_as<Out>(y),
                                     data_as<const In>(x)...);
 }
 
