@@ -74,6 +74,8 @@ class CudaBackend final : public Backend {
   void restore_if_skipped(const Tensor& source, const StepState* state, Tensor& target) override;
 
  private:
+  void matmul_in_steps(const Tensor& a, const Tensor& b, const MatmulOptions& options, Tensor& y);
+
   int index_;
   cudaStream_t stream_ = nullptr;
   cudaDeviceProp properties_{};
