@@ -112,6 +112,7 @@ void record(const OpInfo& op, std::span<Tensor* const> outputs, std::span<const 
   if (!recording) return;
   if (!force && std::ranges::none_of(inputs, [](const TensorRef& x) { return x.tensor->requires_grad(); })) return;
   auto node = std::make_shared<Node>(op.name, outputs.size());
+  node->cast = op.cast;
   node->autocast = autocast_state();
   node->inputs.reserve(inputs.size());
   for (const TensorRef& x : inputs)
@@ -158,7 +159,7 @@ bool GradOut::begin_write(int input, Tensor& buffer) {
   const Edge& edge = node_->inputs[static_cast<std::size_t>(input)];
   const Node::Output& target = edge.node->outputs[static_cast<std::size_t>(edge.index)];
   Leaf* leaf = edge.node->leaf.get();
-  const bool low = node_->autocast.enabled && node_->autocast.options.low_precision_weight_grad && target.dtype == DType::f32;
+  const bool low = node_->cast == Cast::low && node_->autocast.enabled && node_->autocast.options.low_precision_weight_grad && target.dtype == DType::f32;
   if (leaf != nullptr && edge.node->hooks.empty() && leaf->capture == nullptr && !low) {
     mark_scaled(*leaf, *options_, edge.node->name);
     prepare_gradient(*edge.node);

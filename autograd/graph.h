@@ -119,6 +119,7 @@ struct Node {
   ~Node();
 
   const char* name;
+  Cast cast = Cast::keep;  // the op's Autocast rule
   std::uint64_t sequence;  // inputs are older than outputs
   AutocastState autocast;
   bool released = false;   // backward has dropped the closure

@@ -18,10 +18,10 @@ Tensor softmax_last(const OpInfo& op, const Tensor& x, bool log) {
   const bool widened = autocast_state().enabled && is_low_precision(x.dtype());
   Tensor y = empty(x.shape(), {widened ? DType::f32 : x.dtype(), x.device()});
   backend(x).softmax(data, log, y);
-  return record(op, y, {x}, [y = save(y), log](Grads g, GradOut& out) {
+  return record(op, y, {x}, [y = save(y), log, dtype = x.dtype()](Grads g, GradOut& out) {
     Tensor gx = empty_like(y.get());
     backend(gx).softmax_grad(contiguous_data(g[0]), y.get(), log, gx);
-    out.set(0, gx);
+    out.set(0, gx.to(dtype));
   });
 }
 

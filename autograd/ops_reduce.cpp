@@ -37,10 +37,10 @@ Tensor reduce(const OpInfo& op, ReduceOp kind, const Tensor& x, const std::vecto
   const bool widened = autocast_state().enabled && is_low_precision(x.dtype());
   Tensor y = empty(kept, {widened ? DType::f32 : x.dtype(), x.device()});
   backend(x).reduce(kind, x, false, y);
-  y = record(op, y, {x}, [shape = x.shape(), kind, count](Grads g, GradOut& out) {
+  y = record(op, y, {x}, [shape = x.shape(), dtype = x.dtype(), kind, count](Grads g, GradOut& out) {
     Tensor gx = g[0];
     if (kind == ReduceOp::mean) gx = gx * (1.0 / static_cast<double>(count));
-    out.set(0, gx.expand(shape));
+    out.set(0, gx.to(dtype).expand(shape));
   });
   return keepdims ? y : drop_axes(op.name, y, axes);
 }

@@ -106,7 +106,7 @@ class Backend {
   virtual void random(RandomKind kind, double a, double b, PhiloxState state, Tensor& y) = 0;
 
   // ---- reductions ----
-  /// y has x's rank, with size 1 on the reduced axes; y's dtype may be x's, f32 or (accumulate) the gradient buffer's.
+  /// y has x's rank, with size 1 on the reduced axes; f32 and 16-bit types may mix.
   virtual void reduce(ReduceOp op, const Tensor& x, bool accumulate, Tensor& y) = 0;
   /// Index of the first largest element along an axis (NaN counts as largest); y i64 with size 1 on that axis.
   virtual void argmax(const Tensor& x, int axis, Tensor& y) = 0;

@@ -182,6 +182,11 @@ void CpuBackend::reduce(ReduceOp op, const Tensor& x, bool accumulate, Tensor& y
       }
     };
     if (y.dtype() == x.dtype()) return with.template operator()<TX>();
+    if constexpr (std::is_same_v<TX, float>) {
+      if (y.dtype() == DType::f16) return with.template operator()<float16>();
+      if (y.dtype() == DType::bf16) return with.template operator()<bfloat16>();
+    }
+    MT_ASSERT(y.dtype() == dtype_of<A>::value, "reduce: from ", x, " to ", y);
     with.template operator()<A>();  // 16-bit input, f32 output
   });
 }
