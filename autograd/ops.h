@@ -132,7 +132,7 @@ Tensor batch_norm(const Tensor& x, const Tensor& w, const Tensor& b, const Tenso
 /// Mean of -log softmax(x)[target] over the rows whose target is not ignore_index (0 when there are none); f32 scalar.
 /// x[..., classes], targets[...] i32 or i64. label_smoothing s: target distribution (1 - s) onehot + s / classes.
 Tensor cross_entropy(const Tensor& x, const Tensor& targets, CrossEntropyOptions options = {});
-Tensor mse_loss(const Tensor& x, const Tensor& target);  // mean((x - target)^2)
+Tensor mse_loss(const Tensor& x, const Tensor& target);  // mean((x - target)^2), f32 scalar
 
 // ---- images: logical [N,C,H,W], stored channels-last -------------------------------------------------------------------
 

@@ -43,8 +43,9 @@ Tensor mse_loss(const Tensor& x, const Tensor& target) {
   check_float("mse_loss", x);
   check_float("mse_loss", target);
   MT_CHECK(ShapeError, x.shape() == target.shape(), "mse_loss: x is ", x, ", target is ", target);
-  const Tensor a = autocast(kMse.cast, x), b = autocast(kMse.cast, target);
-  return mean(square(a - b));
+  // Always in f32, like cross entropy: a 16-bit gradient of a mean over many elements would underflow.
+  const DType wide = widest(compute_dtype(x.dtype()), compute_dtype(target.dtype()));
+  return mean(square(x.to(wide) - target.to(wide)));
 }
 
 }  // namespace mantissa
