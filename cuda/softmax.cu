@@ -38,9 +38,9 @@ __global__ void __launch_bounds__(kBlockOf<kGroup>)
 }
 
 // g and y twice, gx once; the second time from a cache but for the longest rows.
-template <int kGroup, int V, class T, class Out>
+template <int kGroup, int V, class T>
 __global__ void __launch_bounds__(kBlockOf<kGroup>)
-    softmax_grad_kernel(const T* g, const T* y, Out* gx, std::int64_t rows, std::int64_t columns, bool log) {
+    softmax_grad_kernel(const T* g, const T* y, T* gx, std::int64_t rows, std::int64_t columns, bool log) {
   using A = compute_t<T>;
   constexpr int kRows = kBlockOf<kGroup> / kGroup;
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kRows + threadIdx.x / kGroup;
@@ -60,11 +60,11 @@ __global__ void __launch_bounds__(kBlockOf<kGroup>)
   walk_row<V>(g, columns, thread, kGroup, [&](std::int64_t i, const auto& v) {
     constexpr int kWidth = sizeof(v.v) / sizeof(T);
     const Vec<T, kWidth> w = load<kWidth>(y + i);
-    Vec<Out, kWidth> result;
+    Vec<T, kWidth> result;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       const A a = widen(v.v[j]), b = widen(w.v[j]);
-      result.v[j] = convert<Out>(log ? a - exp_for<T>(b) * sum : b * (a - sum));
+      result.v[j] = convert<T>(log ? a - exp_for<T>(b) * sum : b * (a - sum));
     }
     store(gx + i, result);
   });
@@ -84,29 +84,24 @@ unsigned blocks_for(std::int64_t rows) {
   return static_cast<unsigned>(ceil_div(rows, kBlockOf<kGroup> / kGroup));
 }
 
-/// f<T, Wide>() where Wide is `other`: T itself, or f32 beside a 16-bit T.
-template <class F>
-void visit_pair(const char* op, DType dtype, DType other, F&& f) {
-  visit_float<CudaTypes>(op, dtype, [&]<class T>() {
-    if (other == dtype) return f.template operator()<T, T>();
-    MT_ASSERT(is_low_precision(dtype) && other == DType::f32, op, ": ", dtype, " with ", other);
-    if constexpr (sizeof(T) == 2) f.template operator()<T, float>();
-  });
-}
-
 }  // namespace
 
 void CudaBackend::softmax(const Tensor& x, bool log, Tensor& y) {
   const detail::OpRange range("softmax");
   if (x.numel() == 0) return;
   const std::int64_t columns = x.size(-1), rows = x.numel() / columns;
-  visit_pair("softmax", x.dtype(), y.dtype(), [&]<class T, class Out>() {
-    const auto* from = static_cast<const T*>(x.data());
-    auto* to = static_cast<Out*>(y.data());
-    with_group<T>(columns, aligned_alike(from, to), [&]<int kGroup, int V>() {
-      softmax_kernel<kGroup, V><<<blocks_for<kGroup>(rows), kBlockOf<kGroup>, 0, stream()>>>(from, to, rows, columns, log);
-      MT_LAUNCHED();
-    });
+  visit_float<CudaTypes>("softmax", x.dtype(), [&]<class T>() {
+    const auto run = [&]<class Out>() {
+      const auto* from = static_cast<const T*>(x.data());
+      auto* to = static_cast<Out*>(y.data());
+      with_group<T>(columns, aligned_alike(from, to), [&]<int kGroup, int V>() {
+        softmax_kernel<kGroup, V><<<blocks_for<kGroup>(rows), kBlockOf<kGroup>, 0, stream()>>>(from, to, rows, columns, log);
+        MT_LAUNCHED();
+      });
+    };
+    if (x.dtype() == y.dtype()) return run.template operator()<T>();
+    MT_ASSERT(is_low_precision(x.dtype()) && y.dtype() == DType::f32, "softmax of ", x, " into ", y);
+    if constexpr (sizeof(T) == 2) run.template operator()<float>();
   });
 }
 
@@ -114,9 +109,9 @@ void CudaBackend::softmax_grad(const Tensor& g, const Tensor& y, bool log, Tenso
   const detail::OpRange range("softmax_grad");
   if (g.numel() == 0) return;
   const std::int64_t columns = g.size(-1), rows = g.numel() / columns;
-  visit_pair("softmax_grad", gx.dtype(), y.dtype(), [&]<class Out, class T>() {
+  visit_float<CudaTypes>("softmax_grad", y.dtype(), [&]<class T>() {
     const auto *grad = static_cast<const T*>(g.data()), *output = static_cast<const T*>(y.data());
-    auto* to = static_cast<Out*>(gx.data());
+    auto* to = static_cast<T*>(gx.data());
     with_group<T>(columns, aligned_alike(grad, output, to), [&]<int kGroup, int V>() {
       softmax_grad_kernel<kGroup, V><<<blocks_for<kGroup>(rows), kBlockOf<kGroup>, 0, stream()>>>(grad, output, to, rows, columns, log);
       MT_LAUNCHED();
