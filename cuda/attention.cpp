@@ -1,7 +1,9 @@
-// Attention: cuDNN's fused kernels where they apply, else matrix products in the compute type around a masked softmax.
+// Attention: cuDNN's fused kernels where they apply, else matrix products in the compute type around a masked
+// softmax.
 #include "cuda/attention.h"
 
 #include <algorithm>
+#include <initializer_list>
 
 #include "cuda/cuda_check.h"
 
@@ -9,15 +11,18 @@ namespace mantissa {
 namespace {
 
 constexpr std::int64_t kScratch = std::int64_t{256} << 20;  // bytes of scores that exist at a time
-constexpr std::int64_t kFusedElements = std::int64_t{1} << 31;  // exclusive bound of offsets in a call of the library
+constexpr std::int64_t kFusedElements = std::int64_t{1}
+                                        << 31;  // exclusive bound of offsets in a call of the library
 
 // ---- the fused kernels ----
 
-/// Distance between the first and last element.
-std::int64_t extent(const Tensor& x) {
-  std::int64_t n = 0;
-  for (int axis = 0; axis < x.rank(); ++axis) n += (x.size(axis) - 1) * x.stride(axis);
-  return n;
+/// Whether every offset within `batches` entries of each tensor is below kFusedElements.
+bool offsets_fit(std::initializer_list<const Tensor*> tensors, std::int64_t batches) {
+  return std::all_of(tensors.begin(), tensors.end(), [&](const Tensor* x) {
+    std::int64_t last = (batches - 1) * x->stride(0);
+    for (int axis = 1; axis < 4; ++axis) last += (x->size(axis) - 1) * x->stride(axis);
+    return last < kFusedElements;
+  });
 }
 
 bool fits_fused(const Tensor& x) {
@@ -49,7 +54,8 @@ Tensor batches_of(const Tensor& x, std::int64_t first, std::int64_t count) {
   return x.view(shape, x.strides(), x.offset() + first * x.stride(0));
 }
 
-// ---- the composed path: entries are (batch, kv head), and the heads of a group are further rows of queries ----
+// ---- the composed path: entries are (batch, kv head), and the heads of a group are further rows of queries
+// ----
 
 /// x[B, H, T, D] as contiguous [entries, rows, D] of the compute type.
 Tensor dense(CudaBackend& backend, const Tensor& x, std::int64_t entries) {
@@ -68,7 +74,8 @@ Tensor dense_output(const Tensor& x, std::int64_t entries) {
   return empty(shape, {type, x.device()});
 }
 void store(CudaBackend& backend, const Tensor& values, Tensor& x) {
-  if (values.storage() != x.storage()) backend.copy(values.view(x.shape(), contiguous_strides(x.shape()), values.offset()), x);
+  if (values.storage() != x.storage())
+    backend.copy(values.view(x.shape(), contiguous_strides(x.shape()), values.offset()), x);
 }
 
 /// Some entries, and some rows of each.
@@ -76,7 +83,8 @@ struct Part {
   std::int64_t entry, entries, row, rows;
 };
 Tensor part_of(const Tensor& x, const Part& p) {
-  return x.view({p.entries, p.rows, x.size(2)}, x.strides(), x.offset() + p.entry * x.stride(0) + p.row * x.stride(1));
+  return x.view({p.entries, p.rows, x.size(2)}, x.strides(),
+                x.offset() + p.entry * x.stride(0) + p.row * x.stride(1));
 }
 Tensor entries_of(const Tensor& x, const Part& p) { return part_of(x, {p.entry, p.entries, 0, x.size(1)}); }
 Tensor transposed(const Tensor& x) {
@@ -85,7 +93,8 @@ Tensor transposed(const Tensor& x) {
 
 /// Calls f(part) so that the scores of a part fit `bytes`: several whole entries, or some rows of one.
 template <class F>
-void for_parts(std::int64_t entries, std::int64_t rows, std::int64_t keys, DType type, std::int64_t bytes, F&& f) {
+void for_parts(std::int64_t entries, std::int64_t rows, std::int64_t keys, DType type, std::int64_t bytes,
+               F&& f) {
   const std::int64_t row_bytes = std::max<std::int64_t>(keys * static_cast<std::int64_t>(size_of(type)), 1);
   const std::int64_t fit = std::max<std::int64_t>(bytes / row_bytes, 1);
   const std::int64_t row_step = std::min(rows, fit), entry_step = std::max<std::int64_t>(fit / rows, 1);
@@ -94,26 +103,32 @@ void for_parts(std::int64_t entries, std::int64_t rows, std::int64_t keys, DType
       f(Part{entry, std::min(entry_step, entries - entry), row, std::min(row_step, rows - row)});
 }
 
-void composed(CudaBackend& backend, const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& o, Tensor& y, Tensor& lse) {
+void composed(CudaBackend& backend, const Tensor& q, const Tensor& k, const Tensor& v,
+              const AttentionOptions& o, Tensor& y, Tensor& lse) {
   const std::int64_t entries = k.size(0) * k.size(1), keys = k.size(2);
-  const Tensor dq = dense(backend, q, entries), dk = dense(backend, k, entries), dv = dense(backend, v, entries);
+  const Tensor dq = dense(backend, q, entries), dk = dense(backend, k, entries),
+               dv = dense(backend, v, entries);
   const Tensor out = dense_output(y, entries);
   const std::int64_t rows = dq.size(1);
   for_parts(entries, rows, keys, dq.dtype(), kScratch, [&](const Part& p) {
     Tensor scores = empty({p.entries, p.rows, keys}, {dq.dtype(), q.device()}), target = part_of(out, p);
     backend.matmul(part_of(dq, p), transposed(entries_of(dk, p)), {.alpha = o.scale}, scores);
-    masked_softmax(backend, {p.entry * rows + p.row, p.entries * p.rows, q.size(2), keys, o.causal}, scores, lse);
+    masked_softmax(backend, {p.entry * rows + p.row, p.entries * p.rows, q.size(2), keys, o.causal}, scores,
+                   lse);
     backend.matmul(scores, entries_of(dv, p), {}, target);
   });
   store(backend, out, y);
 }
 
-void composed_grad(CudaBackend& backend, const Tensor& g, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& y,
-                   const Tensor& lse, const AttentionOptions& o, Tensor& gq, Tensor& gk, Tensor& gv) {
+void composed_grad(CudaBackend& backend, const Tensor& g, const Tensor& q, const Tensor& k, const Tensor& v,
+                   const Tensor& y, const Tensor& lse, const AttentionOptions& o, Tensor& gq, Tensor& gk,
+                   Tensor& gv) {
   const std::int64_t entries = k.size(0) * k.size(1), keys = k.size(2);
-  const Tensor dq = dense(backend, q, entries), dk = dense(backend, k, entries), dv = dense(backend, v, entries);
+  const Tensor dq = dense(backend, q, entries), dk = dense(backend, k, entries),
+               dv = dense(backend, v, entries);
   const Tensor dg = dense(backend, g, entries), dy = dense(backend, y, entries);
-  const Tensor out_q = dense_output(gq, entries), out_k = dense_output(gk, entries), out_v = dense_output(gv, entries);
+  const Tensor out_q = dense_output(gq, entries), out_k = dense_output(gk, entries),
+               out_v = dense_output(gv, entries);
   const std::int64_t rows = dq.size(1);
   for_parts(entries, rows, keys, dq.dtype(), kScratch / 2, [&](const Part& p) {
     Tensor scores = empty({p.entries, p.rows, keys}, {dq.dtype(), q.device()}), gp = empty_like(scores);
@@ -121,8 +136,8 @@ void composed_grad(CudaBackend& backend, const Tensor& g, const Tensor& q, const
     const Tensor part_g = part_of(dg, p), part_q = part_of(dq, p), part_k = entries_of(dk, p);
     backend.matmul(part_q, transposed(part_k), {.alpha = o.scale}, scores);
     backend.matmul(part_g, transposed(entries_of(dv, p)), {}, gp);
-    masked_softmax_grad(backend, {p.entry * rows + p.row, p.entries * p.rows, q.size(2), keys, o.causal}, o.scale, part_g, part_of(dy, p),
-                        lse, scores, gp);
+    masked_softmax_grad(backend, {p.entry * rows + p.row, p.entries * p.rows, q.size(2), keys, o.causal},
+                        o.scale, part_g, part_of(dy, p), lse, scores, gp);
     const MatmulOptions sum{.accumulate = p.row > 0};  // over the parts of an entry, in order
     backend.matmul(transposed(scores), part_g, sum, to_v);
     backend.matmul(gp, part_k, {}, to_q);
@@ -135,21 +150,23 @@ void composed_grad(CudaBackend& backend, const Tensor& g, const Tensor& q, const
 
 }  // namespace
 
-void CudaBackend::attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& o, Tensor& y, Tensor& lse) {
+void CudaBackend::attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& o,
+                            Tensor& y, Tensor& lse) {
   if (y.numel() == 0) return;
   const detail::OpRange range("attention");
   const MemoryScope scope(MemoryCategory::workspace);
   const std::int64_t casts = counters.casts;  // widening below is part of the op
   bool done = false;
   if (wants_fused(q, k)) {
-    const Tensor fq = fused_input(*this, q), fk = fused_input(*this, k), fv = fused_input(*this, v);
-    Tensor fy = fused_output(y);
-    const std::int64_t batches = q.size(0), longest = std::max({extent(fq), extent(fk), extent(fv), extent(fy)});
-    const std::int64_t step = longest < kFusedElements ? batches : 1;
-    done = longest / batches < kFusedElements;
+    const Tensor fq = fused_input(*this, q), fk = fused_input(*this, k), fv = fused_input(*this, v),
+                 fy = fused_output(y);
+    const auto tensors = {&fq, &fk, &fv, &fy};
+    const std::int64_t batches = q.size(0), step = offsets_fit(tensors, batches) ? batches : 1;
+    done = offsets_fit(tensors, step);
     for (std::int64_t first = 0; done && first < batches; first += step) {
       Tensor part_y = batches_of(fy, first, step), part_lse = batches_of(lse, first, step);
-      done = fused_attention(*this, batches_of(fq, first, step), batches_of(fk, first, step), batches_of(fv, first, step), o, part_y, part_lse);
+      done = fused_attention(*this, batches_of(fq, first, step), batches_of(fk, first, step),
+                             batches_of(fv, first, step), o, part_y, part_lse);
     }
     if (done) finish_output(*this, fy, y);
   }
@@ -157,8 +174,9 @@ void CudaBackend::attention(const Tensor& q, const Tensor& k, const Tensor& v, c
   counters.casts = casts;
 }
 
-void CudaBackend::attention_grad(const Tensor& g, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& y, const Tensor& lse,
-                                 const AttentionOptions& o, Tensor& gq, Tensor& gk, Tensor& gv) {
+void CudaBackend::attention_grad(const Tensor& g, const Tensor& q, const Tensor& k, const Tensor& v,
+                                 const Tensor& y, const Tensor& lse, const AttentionOptions& o, Tensor& gq,
+                                 Tensor& gk, Tensor& gv) {
   if (g.numel() == 0 || k.numel() == 0) {  // empty sums
     for (Tensor* x : {&gq, &gk, &gv}) fill(0, *x);
     return;
@@ -168,17 +186,17 @@ void CudaBackend::attention_grad(const Tensor& g, const Tensor& q, const Tensor&
   const std::int64_t casts = counters.casts;
   bool done = false;
   if (wants_fused(q, k)) {
-    const Tensor fg = fused_input(*this, g), fq = fused_input(*this, q), fk = fused_input(*this, k), fv = fused_input(*this, v),
-                 fy = fused_input(*this, y);
+    const Tensor fg = fused_input(*this, g), fq = fused_input(*this, q), fk = fused_input(*this, k),
+                 fv = fused_input(*this, v), fy = fused_input(*this, y);
     const Tensor out_q = fused_output(gq), out_k = fused_output(gk), out_v = fused_output(gv);
-    const std::int64_t batches = q.size(0), longest = std::max({extent(fg), extent(fq), extent(fk), extent(fv), extent(fy), extent(out_q),
-                                                                extent(out_k), extent(out_v)});
-    const std::int64_t step = longest < kFusedElements ? batches : 1;
-    done = longest / batches < kFusedElements;
+    const auto tensors = {&fg, &fq, &fk, &fv, &fy, &out_q, &out_k, &out_v};
+    const std::int64_t batches = q.size(0), step = offsets_fit(tensors, batches) ? batches : 1;
+    done = offsets_fit(tensors, step);
     for (std::int64_t first = 0; done && first < batches; first += step) {
       const auto part = [&](const Tensor& x) { return batches_of(x, first, step); };
       Tensor to_q = part(out_q), to_k = part(out_k), to_v = part(out_v);
-      done = fused_attention_grad(*this, part(fg), part(fq), part(fk), part(fv), part(fy), part(lse), o, to_q, to_k, to_v);
+      done = fused_attention_grad(*this, part(fg), part(fq), part(fk), part(fv), part(fy), part(lse), o, to_q,
+                                  to_k, to_v);
     }
     if (done) {
       finish_output(*this, out_q, gq);

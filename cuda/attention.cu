@@ -1,4 +1,5 @@
-// The masked softmax between the two products of attention, forward and backward, in place over f32 (f64) scores.
+// The masked softmax between the two products of attention, forward and backward, in place over f32 (f64)
+// scores.
 #include "cuda/attention.h"
 #include "cuda/cuda_check.h"
 #include "cuda/rows.cuh"
@@ -13,8 +14,8 @@ __device__ inline std::int64_t visible_keys(const ScoreRows& m, std::int64_t row
   return n < m.keys ? n : m.keys;
 }
 
-// A group of kGroup threads a row, a warp or the block. Scores are read twice (the second time from a cache) and
-// written once; floor = 2 x bytes of the scores / bandwidth.
+// A group of kGroup threads a row, a warp or the block. Scores are read twice (the second time from a cache)
+// and written once; floor = 2 x bytes of the scores / bandwidth.
 template <int kGroup, class A>
 __global__ void __launch_bounds__(kThreads) masked_softmax_kernel(A* scores, A* lse, ScoreRows m) {
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kGroup) + threadIdx.x / kGroup;
@@ -26,14 +27,16 @@ __global__ void __launch_bounds__(kThreads) masked_softmax_kernel(A* scores, A* 
   for (std::int64_t j = thread; j < visible; j += kGroup) total.add(load<1>(scores + j));
   total.template join<kGroup>();
   const A factor = A(1) / total.sum;
-  for (std::int64_t j = thread; j < m.keys; j += kGroup) scores[j] = j < visible ? exp_for<A>(scores[j] - total.max) * factor : A(0);
+  for (std::int64_t j = thread; j < m.keys; j += kGroup)
+    scores[j] = j < visible ? exp_for<A>(scores[j] - total.max) * factor : A(0);
   if (thread == 0) lse[m.first + row] = total.max + A(::log(total.sum));
 }
 
 // Both matrices are read and written once, g and y read once.
 template <int kGroup, class A>
 __global__ void __launch_bounds__(kThreads)
-    masked_softmax_grad_kernel(A* scores, A* gp, const A* g, const A* y, const A* lse, ScoreRows m, std::int64_t size, A scale) {
+    masked_softmax_grad_kernel(A* scores, A* gp, const A* g, const A* y, const A* lse, ScoreRows m,
+                               std::int64_t size, A scale) {
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kGroup) + threadIdx.x / kGroup;
   if (row >= m.count) return;
   const int thread = threadIdx.x % kGroup;
@@ -57,8 +60,10 @@ template <class F>
 void with_rows(const char* op, DType dtype, const ScoreRows& m, F&& f) {
   const auto go = [&]<class A>() {
     const auto blocks = [&](int group) { return static_cast<unsigned>(ceil_div(m.count, kThreads / group)); };
-    if (m.keys <= 1024) f.template operator()<A, kWarp>(blocks(kWarp));
-    else f.template operator()<A, kThreads>(blocks(kThreads));
+    if (m.keys <= 1024)
+      f.template operator()<A, kWarp>(blocks(kWarp));
+    else
+      f.template operator()<A, kThreads>(blocks(kThreads));
   };
   MT_ASSERT(dtype == DType::f32 || dtype == DType::f64, op, ": scores of ", dtype);
   dtype == DType::f64 ? go.template operator()<double>() : go.template operator()<float>();
@@ -69,18 +74,20 @@ void with_rows(const char* op, DType dtype, const ScoreRows& m, F&& f) {
 void masked_softmax(CudaBackend& backend, const ScoreRows& rows, Tensor& scores, Tensor& lse) {
   BackendCounters& counters = backend.counters;
   with_rows("attention", scores.dtype(), rows, [&]<class A, int kGroup>(unsigned blocks) {
-    masked_softmax_kernel<kGroup, A><<<blocks, kThreads, 0, backend.stream()>>>(static_cast<A*>(scores.data()), static_cast<A*>(lse.data()), rows);
+    masked_softmax_kernel<kGroup, A><<<blocks, kThreads, 0, backend.stream()>>>(
+        static_cast<A*>(scores.data()), static_cast<A*>(lse.data()), rows);
     MT_LAUNCHED();
   });
 }
 
-void masked_softmax_grad(CudaBackend& backend, const ScoreRows& rows, double scale, const Tensor& g, const Tensor& y,
-                         const Tensor& lse, Tensor& scores, Tensor& gp) {
+void masked_softmax_grad(CudaBackend& backend, const ScoreRows& rows, double scale, const Tensor& g,
+                         const Tensor& y, const Tensor& lse, Tensor& scores, Tensor& gp) {
   BackendCounters& counters = backend.counters;
   with_rows("attention_grad", scores.dtype(), rows, [&]<class A, int kGroup>(unsigned blocks) {
     masked_softmax_grad_kernel<kGroup, A><<<blocks, kThreads, 0, backend.stream()>>>(
-        static_cast<A*>(scores.data()), static_cast<A*>(gp.data()), static_cast<const A*>(g.data()), static_cast<const A*>(y.data()),
-        static_cast<const A*>(lse.data()), rows, g.size(-1), static_cast<A>(scale));
+        static_cast<A*>(scores.data()), static_cast<A*>(gp.data()), static_cast<const A*>(g.data()),
+        static_cast<const A*>(y.data()), static_cast<const A*>(lse.data()), rows, g.size(-1),
+        static_cast<A>(scale));
     MT_LAUNCHED();
   });
 }

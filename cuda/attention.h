@@ -5,15 +5,16 @@
 
 namespace mantissa {
 
-/// The fused kernels of cuDNN, for 16-bit operands whose addresses and outer strides are multiples of 16 bytes. False
-/// when the library refuses the problem; then nothing has run.
-bool fused_attention(CudaBackend& backend, const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options,
-                     Tensor& y, Tensor& lse);
-bool fused_attention_grad(CudaBackend& backend, const Tensor& g, const Tensor& q, const Tensor& k, const Tensor& v,
-                          const Tensor& y, const Tensor& lse, const AttentionOptions& options, Tensor& gq, Tensor& gk,
-                          Tensor& gv);
+/// The fused kernels of cuDNN, for 16-bit operands whose addresses and outer strides are multiples of 16
+/// bytes. False when the library refuses the problem; then nothing has run.
+bool fused_attention(CudaBackend& backend, const Tensor& q, const Tensor& k, const Tensor& v,
+                     const AttentionOptions& options, Tensor& y, Tensor& lse);
+bool fused_attention_grad(CudaBackend& backend, const Tensor& g, const Tensor& q, const Tensor& k,
+                          const Tensor& v, const Tensor& y, const Tensor& lse,
+                          const AttentionOptions& options, Tensor& gq, Tensor& gk, Tensor& gv);
 
-/// A block of the score matrix: contiguous rows of `keys` scores; row r belongs to query (first + r) % queries.
+/// A block of the score matrix: contiguous rows of `keys` scores; row r belongs to query (first + r) %
+/// queries.
 struct ScoreRows {
   std::int64_t first = 0, count = 0, queries = 0, keys = 0;
   bool causal = false;
@@ -21,9 +22,9 @@ struct ScoreRows {
 
 /// scores -> their softmax over the keys that each query sees, 0 elsewhere; lse[first + r] is written.
 void masked_softmax(CudaBackend& backend, const ScoreRows& rows, Tensor& scores, Tensor& lse);
-/// scores -> p = exp(scores - lse); gp -> scale p (gp - g . y): the gradient of q k^T. Masked elements become 0.
-/// scores, gp, and g and y (one row of the head size a score row) are contiguous.
-void masked_softmax_grad(CudaBackend& backend, const ScoreRows& rows, double scale, const Tensor& g, const Tensor& y,
-                         const Tensor& lse, Tensor& scores, Tensor& gp);
+/// scores -> p = exp(scores - lse); gp -> scale p (gp - g . y): the gradient of q k^T. Masked elements become
+/// 0. scores, gp, and g and y (one row of the head size a score row) are contiguous.
+void masked_softmax_grad(CudaBackend& backend, const ScoreRows& rows, double scale, const Tensor& g,
+                         const Tensor& y, const Tensor& lse, Tensor& scores, Tensor& gp);
 
 }  // namespace mantissa

@@ -1,5 +1,5 @@
-// The fused attention of cuDNN. A plan is built on the first call for a problem (shapes, strides, dtype, mask, scale) and
-// kept; what the library refuses is remembered too, and the composed path takes over.
+// The fused attention of cuDNN. A plan is built on the first call for a problem (shapes, strides, dtype,
+// mask, scale) and kept; what the library refuses is remembered too, and the composed path takes over.
 #define CUDNN_FRONTEND_SKIP_JSON_LIB  // halves the time this file takes to compile
 #include <cudnn_frontend.h>
 
@@ -45,14 +45,14 @@ struct ProblemHash {
   }
 };
 
-/// The library's handle of a device, on our stream.
+/// The library's handle of a device, on our stream; the device becomes current.
 cudnnHandle_t cudnn_handle(const CudaBackend& backend) {
+  const cudaStream_t stream = backend.stream();
   static std::mutex mutex;
   static auto& handles = *new std::unordered_map<int, cudnnHandle_t>;
   const std::lock_guard lock(mutex);
   cudnnHandle_t& handle = handles[backend.device().index];
   if (handle == nullptr) {
-    const cudaStream_t stream = backend.stream();  // makes the device current as well
     cudnnHandle_t created = nullptr;
     MT_CUDNN_CHECK(cudnnCreate(&created));
     MT_CUDNN_CHECK(cudnnSetStream(created, stream));
@@ -73,7 +73,8 @@ Geometry geometry_of(const Tensor& x) {
   return p;
 }
 
-Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& y, const AttentionOptions& o) {
+Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& y,
+                   const AttentionOptions& o) {
   Problem p{};
   p.device = q.device().index;
   p.batches = q.size(0);
@@ -92,22 +93,30 @@ Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
 
 std::shared_ptr<Graph> new_graph(const Problem& p) {
   auto graph = std::make_shared<Graph>();
-  graph->set_io_data_type(static_cast<DType>(p.dtype) == DType::f16 ? fe::DataType_t::HALF : fe::DataType_t::BFLOAT16);
+  graph->set_io_data_type(static_cast<DType>(p.dtype) == DType::f16 ? fe::DataType_t::HALF
+                                                                    : fe::DataType_t::BFLOAT16);
   graph->set_intermediate_data_type(fe::DataType_t::FLOAT).set_compute_data_type(fe::DataType_t::FLOAT);
   return graph;
 }
 
 fe::graph::Tensor_attributes describe(const Problem& p, const Geometry& x, Uid uid) {
   fe::graph::Tensor_attributes t;
-  t.set_uid(uid).set_dim({p.batches, x.heads, x.length, p.size}).set_stride({x.strides[0], x.strides[1], x.strides[2], 1});
+  t.set_uid(uid)
+      .set_dim({p.batches, x.heads, x.length, p.size})
+      .set_stride({x.strides[0], x.strides[1], x.strides[2], 1});
   return t;
 }
 void describe_lse(fe::graph::Tensor_attributes& t, const Problem& p) {
-  t.set_uid(kLse).set_dim({p.batches, p.q.heads, p.q.length, 1}).set_stride({p.q.heads * p.q.length, p.q.length, 1, 1});
+  t.set_uid(kLse)
+      .set_dim({p.batches, p.q.heads, p.q.length, 1})
+      .set_stride({p.q.heads * p.q.length, p.q.length, 1, 1});
   t.set_data_type(fe::DataType_t::FLOAT);
 }
 void describe_output(const TensorRef& t, const Problem& p, const Geometry& x, Uid uid) {
-  t->set_output(true).set_uid(uid).set_dim({p.batches, x.heads, x.length, p.size}).set_stride({x.strides[0], x.strides[1], x.strides[2], 1});
+  t->set_output(true)
+      .set_uid(uid)
+      .set_dim({p.batches, x.heads, x.length, p.size})
+      .set_stride({x.strides[0], x.strides[1], x.strides[2], 1});
 }
 
 template <class Attributes>
@@ -115,13 +124,15 @@ void set_mask_and_scale(Attributes& attributes, const Problem& p) {
   attributes.set_attn_scale(static_cast<float>(std::bit_cast<double>(p.scale)));
   if (p.causal == 0) return;
   // The last query sees every key; with as many queries as keys both alignments mean the same.
-  attributes.set_diagonal_alignment(p.q.length == p.k.length ? fe::DiagonalAlignment_t::TOP_LEFT : fe::DiagonalAlignment_t::BOTTOM_RIGHT);
+  attributes.set_diagonal_alignment(p.q.length == p.k.length ? fe::DiagonalAlignment_t::TOP_LEFT
+                                                             : fe::DiagonalAlignment_t::BOTTOM_RIGHT);
   attributes.set_diagonal_band_right_bound(0);
 }
 
 std::shared_ptr<Graph> forward_graph(const Problem& p) {
   auto graph = new_graph(p);
-  const TensorRef q = graph->tensor(describe(p, p.q, kQ)), k = graph->tensor(describe(p, p.k, kK)), v = graph->tensor(describe(p, p.v, kV));
+  const TensorRef q = graph->tensor(describe(p, p.q, kQ)), k = graph->tensor(describe(p, p.k, kK)),
+                  v = graph->tensor(describe(p, p.v, kV));
   fe::graph::SDPA_attributes attributes;
   attributes.set_name("attention").set_generate_stats(true);
   set_mask_and_scale(attributes, p);
@@ -135,8 +146,9 @@ std::shared_ptr<Graph> forward_graph(const Problem& p) {
 
 std::shared_ptr<Graph> backward_graph(const Problem& p) {
   auto graph = new_graph(p);
-  const TensorRef q = graph->tensor(describe(p, p.q, kQ)), k = graph->tensor(describe(p, p.k, kK)), v = graph->tensor(describe(p, p.v, kV)),
-                  y = graph->tensor(describe(p, p.y, kY)), g = graph->tensor(describe(p, p.g, kG));
+  const TensorRef q = graph->tensor(describe(p, p.q, kQ)), k = graph->tensor(describe(p, p.k, kK)),
+                  v = graph->tensor(describe(p, p.v, kV)), y = graph->tensor(describe(p, p.y, kY)),
+                  g = graph->tensor(describe(p, p.g, kG));
   fe::graph::Tensor_attributes saved;
   describe_lse(saved, p);
   fe::graph::SDPA_backward_attributes attributes;
@@ -152,7 +164,8 @@ std::shared_ptr<Graph> backward_graph(const Problem& p) {
 Plan build_plan(cudnnHandle_t handle, const Problem& p) {
   auto graph = p.g.length == 0 ? forward_graph(p) : backward_graph(p);
   std::int64_t bytes = 0;
-  const bool supported = graph->build(handle, {fe::HeurMode_t::A}).is_good() && graph->get_workspace_size(bytes).is_good();
+  const bool supported =
+      graph->build(handle, {fe::HeurMode_t::A}).is_good() && graph->get_workspace_size(bytes).is_good();
   if (!supported) cudaGetLastError();  // a refusal is no error
   return supported ? Plan{std::move(graph), static_cast<std::size_t>(bytes)} : Plan{};
 }
@@ -173,27 +186,39 @@ bool run_plan(CudaBackend& backend, const Problem& p, std::unordered_map<std::in
   if (plan.graph == nullptr) return false;
   const Tensor scratch = backend.workspace(plan.workspace);
   fe::error_t status = plan.graph->execute(handle, pointers, scratch.data());
-  if (status.is_bad()) detail::raise_library(status.get_message().c_str(), "cudnn_frontend::graph::Graph::execute", __FILE__, __LINE__);
+  if (status.is_bad())
+    detail::raise_library(status.get_message().c_str(), "cudnn_frontend::graph::Graph::execute", __FILE__,
+                          __LINE__);
   ++backend.counters.launches;
   return true;
 }
 
 }  // namespace
 
-bool fused_attention(CudaBackend& backend, const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& o, Tensor& y, Tensor& lse) {
-  return run_plan(backend, problem_of(q, k, v, y, o), {{kQ, q.data()}, {kK, k.data()}, {kV, v.data()}, {kY, y.data()}, {kLse, lse.data()}});
+bool fused_attention(CudaBackend& backend, const Tensor& q, const Tensor& k, const Tensor& v,
+                     const AttentionOptions& o, Tensor& y, Tensor& lse) {
+  return run_plan(backend, problem_of(q, k, v, y, o),
+                  {{kQ, q.data()}, {kK, k.data()}, {kV, v.data()}, {kY, y.data()}, {kLse, lse.data()}});
 }
 
-bool fused_attention_grad(CudaBackend& backend, const Tensor& g, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& y,
-                          const Tensor& lse, const AttentionOptions& o, Tensor& gq, Tensor& gk, Tensor& gv) {
+bool fused_attention_grad(CudaBackend& backend, const Tensor& g, const Tensor& q, const Tensor& k,
+                          const Tensor& v, const Tensor& y, const Tensor& lse, const AttentionOptions& o,
+                          Tensor& gq, Tensor& gk, Tensor& gv) {
   Problem p = problem_of(q, k, v, y, o);
   p.g = geometry_of(g);
   p.gq = geometry_of(gq);
   p.gk = geometry_of(gk);
   p.gv = geometry_of(gv);
   return run_plan(backend, p,
-                  {{kQ, q.data()}, {kK, k.data()}, {kV, v.data()}, {kY, y.data()}, {kLse, lse.data()}, {kG, g.data()},
-                   {kGradQ, gq.data()}, {kGradK, gk.data()}, {kGradV, gv.data()}});
+                  {{kQ, q.data()},
+                   {kK, k.data()},
+                   {kV, v.data()},
+                   {kY, y.data()},
+                   {kLse, lse.data()},
+                   {kG, g.data()},
+                   {kGradQ, gq.data()},
+                   {kGradK, gk.data()},
+                   {kGradV, gv.data()}});
 }
 
 }  // namespace mantissa
