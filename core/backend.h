@@ -18,10 +18,17 @@
 #include "core/elementwise.h"
 #include "core/memory.h"
 #include "core/random.h"
-#include "core/step.h"
 #include "core/tensor.h"
 
 namespace mantissa {
+
+// core/step.h: what decides a training step. Only the kernels of the step and the optimizers need more than the names.
+struct StepState;
+struct StepRules;
+struct ScaleState;
+struct UpdateTensor;
+struct SgdRule;
+struct AdamRule;
 
 enum class CompareOp : std::uint8_t { equal, not_equal, less, less_equal, greater, greater_equal };
 enum class ReduceOp : std::uint8_t { sum, mean, max, min };

@@ -6,6 +6,7 @@
 #include <list>
 #include <vector>
 
+#include "core/step.h"
 #include "cuda/cuda_backend.h"
 #include "cuda/cuda_check.h"
 #include "cuda/kernel.cuh"

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "core/cpu/cpu_backend.h"
+#include "core/step.h"
 #include "core/cpu/loops.h"
 
 namespace mantissa {
