@@ -2,13 +2,6 @@
 find_package(Eigen3 3.3 REQUIRED NO_MODULE)
 find_package(ZLIB REQUIRED)
 find_package(OpenMP REQUIRED COMPONENTS CXX)
-set(MANTISSA_OPENMP OpenMP::OpenMP_CXX)
-if(MANTISSA_PORTABLE_BINARIES)  # the flag compiles, the archive links
-  add_library(mantissa_openmp INTERFACE)
-  target_compile_options(mantissa_openmp INTERFACE $<$<COMPILE_LANGUAGE:CXX>:${OpenMP_CXX_FLAGS}>)
-  target_link_libraries(mantissa_openmp INTERFACE -l:libgomp.a)
-  set(MANTISSA_OPENMP $<BUILD_INTERFACE:mantissa_openmp>)
-endif()
 find_package(nlohmann_json 3.7 REQUIRED)
 find_package(fmt 9 REQUIRED)
 

@@ -1,0 +1,61 @@
+#pragma once
+// The code of the documentation, compiled. docs_test.cpp checks that every C++ block of README.md and docs/ stands here or
+// in an example, word for word.
+
+#include "mantissa/mantissa.h"
+
+namespace snippets {
+using namespace mantissa;
+namespace mt = mantissa;
+
+// docs/adding-an-op.md
+struct Cube {
+  static constexpr auto name = "cube";
+  static constexpr auto needs = Needs::input;  // what grad() reads besides g: nothing, the input or the output
+  static constexpr auto cast = Cast::full;     // what Autocast does: keep, low, full or widest
+  template <class A> MT_HD A operator()(A x) const { return x * x * x; }
+  template <class A> MT_HD A grad(A g, A x) const { return A(3) * g * x * x; }
+};
+
+static_assert(Unary<Cube>);
+
+inline Tensor softmax_last(const Tensor& x) {
+  MT_CHECK(DTypeError, is_float(x.dtype()), "softmax: expected a float tensor, got ", x);
+  const Tensor data = x.detach().contiguous();
+  Tensor y = empty_like(data);
+  backend(x).softmax(data, false, y);
+  return record({"softmax", Cast::full}, y, {x}, [y = save(y)](Grads g, GradOut& out) {
+    Tensor gx = empty_like(y.get());
+    backend(gx).softmax_grad(g[0].contiguous(), y.get(), false, gx);
+    out.set(0, gx);
+  });
+}
+
+// docs/mixed-precision.md
+inline void train(mt::Device device, const mt::Tensor& x, const mt::Tensor& y) {
+mt::nn::MLP model({784, 256, 10}, device);                 // 1. parameters are f32 masters
+mt::optim::AdamW optimizer(model.parameters());
+mt::optim::LossScaler scaler;                              // 3. loss scaling
+
+mt::Tensor loss;
+{
+  mt::Autocast scope(mt::f16);                             // 2. products in f16
+  loss = mt::cross_entropy(model(x), y);
+}
+scaler.backward(loss);
+optimizer.clip_grad_norm(1.0);
+scaler.step(optimizer);
+}
+
+inline void policies() {
+mt::optim::LossScaler fixed{mt::optim::StaticScale{1024}};
+mt::optim::LossScaler careful{mt::optim::DynamicScale{.initial = 4096, .growth_interval = 500, .hysteresis = 2, .floor = 1}};
+}
+
+inline void results(mt::optim::LossScaler& scaler, mt::optim::Optimizer& optimizer) {
+auto result = scaler.step(optimizer);
+result.verdict();    // applied, skipped_overflow, skipped_nan, at_floor, nothing_to_do
+result.grad_norm();  // of the unscaled gradients, before clipping
+}
+
+}  // namespace snippets
