@@ -151,6 +151,24 @@ __device__ inline void store(T* p, const Vec<T, V>& x) {
   }
 }
 
+/// Starts a copy from global to shared memory, both on 16-byte boundaries, that uses no registers.
+template <class T>
+__device__ inline void copy_async(T* shared, const void* global) {
+  static_assert(sizeof(T) % 16 == 0);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(T)); i += 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared)) + i),
+                 "l"(__cvta_generic_to_global(global) + i)
+                 : "memory");
+  }
+}
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+/// Waits until at most kPending of the groups committed by this thread are on their way.
+template <int kPending>
+__device__ inline void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 /// Elements of 16 bytes, for the type that a kernel mostly reads.
 template <class T>
 inline constexpr int kVector = 16 / static_cast<int>(sizeof(T));

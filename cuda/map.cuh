@@ -112,31 +112,49 @@ __device__ inline Vec<T, V> load_or_spread(const T* x, bool constant) {
   return y;
 }
 
-template <int V, class F, class Out, class... In>
-__device__ inline void apply(const F& f, Out* y, const Vec<In, V>&... x) {
-  Vec<Out, V> result;
+/// The N offsets and the operands of U units of a thread.
+template <int U, int N>
+struct Units {
+  bool inside[U];
+  std::int64_t offset[U][N];
+
+  template <int V, class T>
+  __device__ void fetch(Batch<T, V, U>& b, const T* x, int k, bool constant) const {
 #pragma unroll
-  for (int j = 0; j < V; ++j) result.v[j] = f(x.v[j]...);
-  store(y, result);
+    for (int u = 0; u < U; ++u)
+      if (inside[u]) b.unit[u] = load_or_spread<V>(x + offset[u][k], constant);
+  }
+};
+
+template <int V, int U, std::size_t... K, class F, class Out, class... In>
+__device__ inline void map_units(std::index_sequence<K...>, const F& f, const Layout<1 + sizeof...(In)>& layout,
+                                 const Units<U, 1 + sizeof...(In)>& units, Out* y, const In*... x) {
+  [&](Batch<In, V, U>... b) {
+    (units.fetch(b, x, K, layout.stride[K][0] == 0), ...);
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      if (!units.inside[u]) continue;
+      Vec<Out, V> result;
+#pragma unroll
+      for (int j = 0; j < V; ++j) result.v[j] = f(b.unit[u].v[j]...);
+      store(y + units.offset[u][sizeof...(In)], result);
+    }
+  }(Batch<In, V, U>{}...);
 }
 
-template <int V, std::size_t... K, class F, class Out, class... In>
-__device__ inline void map_unit(std::index_sequence<K...>, const F& f, const Layout<1 + sizeof...(In)>& layout,
-                                std::uint32_t unit, Out* y, const In*... x) {
-  std::int64_t offset[1 + sizeof...(In)];
-  layout.locate(unit, offset);
-  apply<V, F, Out, In...>(f, y + offset[sizeof...(In)], load_or_spread<V>(x + offset[K], layout.stride[K][0] == 0)...);
-}
-
-// Any strides, broadcast operands. Bytes: every operand once as long as repeated reads hit a cache.
+// Any strides, broadcast operands. Bytes: every operand once as long as repeated reads hit a cache. All loads of a thread
+// precede its first store.
 template <int V, int U, class F, class Out, class... In>
 __global__ void __launch_bounds__(kThreads)
     map_strided(F f, Layout<1 + sizeof...(In)> layout, std::uint32_t units, Out* y, const In*... x) {
   const std::uint32_t first = blockIdx.x * (kThreads * U) + threadIdx.x;
+  Units<U, 1 + sizeof...(In)> mine;
 #pragma unroll
-  for (int u = 0; u < U; ++u)
-    if (first + u * kThreads < units)
-      map_unit<V>(std::make_index_sequence<sizeof...(In)>{}, f, layout, first + u * kThreads, y, x...);
+  for (int u = 0; u < U; ++u) {
+    mine.inside[u] = first + u * kThreads < units;
+    layout.locate(mine.inside[u] ? first + u * kThreads : 0, mine.offset[u]);
+  }
+  map_units<V, U>(std::make_index_sequence<sizeof...(In)>{}, f, layout, mine, y, x...);
 }
 
 template <class T, int N>

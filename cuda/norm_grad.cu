@@ -22,35 +22,69 @@ constexpr int norm_grad_occupancy(int group, int items) {
   return group == 128 ? 4 : group == 256 ? 3 : items == 1 ? 2 : 1;
 }
 
+/// Shared memory of norm_grad_kernel: two rows of g and x for each group, one in use and one on its way.
+template <class T, int kGroup, int kItems>
+constexpr std::size_t norm_grad_memory() {
+  return 4 * kItems * kNormBlock<kGroup> * sizeof(Vec<T, kNormWidth>);
+}
+
 // Bytes: g, x (and g_sum) read once, gx written once; floor = those / bandwidth. The blocks stay and walk over the rows, so
-// that each thread keeps the sums for gw and gb of its columns in registers.
+// that each thread keeps the sums for gw and gb of its columns in registers; it copies its part of the next row to shared
+// memory meanwhile, where no other thread looks.
 template <int kGroup, int kItems, class T>
 __global__ void __launch_bounds__(kNormBlock<kGroup>, norm_grad_occupancy(kGroup, kItems)) norm_grad_kernel(NormGradArguments<T> p) {
-  constexpr int V = kNormWidth, kRows = kNormBlock<kGroup> / kGroup;
+  constexpr int V = kNormWidth, kBlock = kNormBlock<kGroup>, kRows = kBlock / kGroup, kStep = kGroup * V;
+  using Part = Vec<T, V>;
+  extern __shared__ __align__(16) unsigned char memory[];
   const int columns = static_cast<int>(p.columns), first = static_cast<int>(threadIdx.x % kGroup) * V;
+  const auto part = [&](int stage, int tensor, int k) {
+    return reinterpret_cast<Part*>(memory) + ((stage * 2 + tensor) * kItems + k) * kBlock + threadIdx.x;
+  };
+  const auto fetch = [&](std::int64_t row, int stage) {
+#pragma unroll
+    for (int k = 0; k < kItems; ++k)
+      if (const int i = first + k * kStep; i < columns) {
+        copy_async(part(stage, 0, k), p.g + row * p.columns + i);
+        copy_async(part(stage, 1, k), p.x + row * p.columns + i);
+      }
+  };
   const bool centred = p.mean != nullptr;
   const float share = 1.0f / static_cast<float>(columns);
   float sum_w[kItems][V] = {}, sum_b[kItems][V] = {};
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * kRows;
-  for (std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kRows + threadIdx.x / kGroup; row < p.rows; row += step) {
-    const std::int64_t base = row * p.columns;
-    Vec<T, V> g[kItems], x[kItems];
+  std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kRows + threadIdx.x / kGroup;
+  float next_mean = 0, next_rstd = 0;
+  if (row < p.rows) {
+    fetch(row, 0);
+    next_mean = p.mean_of(row);
+    next_rstd = p.rstd[row];
+  }
+  commit_copies();
+  for (int stage = 0; row < p.rows; row += step, stage ^= 1) {
+    const float mean = next_mean, rstd = next_rstd;
+    if (row + step < p.rows) {
+      fetch(row + step, stage ^ 1);
+      next_mean = p.mean_of(row + step);
+      next_rstd = p.rstd[row + step];
+    }
+    commit_copies();
+    wait_for_copies<1>();
+    Part extra[kItems];
+    if (p.g_sum != nullptr) {
 #pragma unroll
-    for (int k = 0; k < kItems; ++k)
-      if (const int i = first + k * kGroup * V; i < columns) {
-        g[k] = load<V>(p.g + base + i);
-        x[k] = load<V>(p.x + base + i);
-      }
-    const float mean = p.mean_of(row), rstd = p.rstd[row];
+      for (int k = 0; k < kItems; ++k)
+        if (const int i = first + k * kStep; i < columns) extra[k] = load<V>(p.g_sum + row * p.columns + i);
+    }
     Pair<float> total{0, 0};  // of g w and g w xhat
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
-      const int i = first + k * kGroup * V;
+      const int i = first + k * kStep;
       if (i >= columns) continue;
+      const Part g = *part(stage, 0, k), x = *part(stage, 1, k);
       const Vec<float, V> w = parameter<V>(p.w, i, 1.0f);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        const float a = widen(g[k].v[j]), xhat = (widen(x[k].v[j]) - mean) * rstd, aw = a * w.v[j];
+        const float a = widen(g.v[j]), xhat = (widen(x.v[j]) - mean) * rstd, aw = a * w.v[j];
         total.first += aw;
         total.second += aw * xhat;
         sum_w[k][j] += a * xhat;
@@ -58,26 +92,29 @@ __global__ void __launch_bounds__(kNormBlock<kGroup>, norm_grad_occupancy(kGroup
       }
     }
     total = block_sum<kGroup>(total);
+    asm volatile("" ::: "memory");  // read the row again: its widened values would not fit the registers
     const float shift = centred ? total.first * share : 0.0f, slope = total.second * share;
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
-      const int i = first + k * kGroup * V;
+      const int i = first + k * kStep;
       if (i >= columns) continue;
+      const Part g = *part(stage, 0, k), x = *part(stage, 1, k);
       const Vec<float, V> w = parameter<V>(p.w, i, 1.0f);
-      Vec<T, V> extra, out;
-      if (p.g_sum != nullptr) extra = load<V>(p.g_sum + base + i);
+      Part out;
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        const float xhat = (widen(x[k].v[j]) - mean) * rstd;
-        float value = rstd * (widen(g[k].v[j]) * w.v[j] - shift - xhat * slope);
-        if (p.g_sum != nullptr) value += widen(extra.v[j]);
+        const float xhat = (widen(x.v[j]) - mean) * rstd;
+        float value = rstd * (widen(g.v[j]) * w.v[j] - shift - xhat * slope);
+        if (p.g_sum != nullptr) value += widen(extra[k].v[j]);
         out.v[j] = convert<T>(value);
       }
-      store(p.gx + base + i, out);
+      store(p.gx + row * p.columns + i, out);
     }
   }
-  // The warps of a block hold sums for the same columns.
-  __shared__ float shared[kRows > 1 ? kRows * kItems * kGroup * V : 1];
+  // The warps of a block hold sums for the same columns; their rows' memory is free now.
+  float* shared = reinterpret_cast<float*>(memory);
+  wait_for_copies<0>();
+  __syncthreads();
   const auto write = [&](float(&sum)[kItems][V], float* partial) {
     if (partial == nullptr) return;
     partial += blockIdx.x * p.columns;
@@ -132,7 +169,8 @@ __global__ void __launch_bounds__(kThreads) norm_grad_long_kernel(NormGradArgume
   }
 }
 
-constexpr int kColumnRows = kThreads / kWarp;  // rows that a block of the two column kernels handles at a time
+constexpr int kColumnRows = 32;  // rows that a block of the two column kernels handles at a time
+constexpr int kColumnThreads = kColumnRows * kWarp;
 
 /// Sum over threadIdx.y, valid where it is 0.
 template <class A>
@@ -149,7 +187,7 @@ __device__ inline A sum_of_warps(A x) {
 
 // The partial sums for gw and gb of the rows blockIdx.y, blockIdx.y + gridDim.y, ... (times kColumnRows): g and x once more.
 template <class T>
-__global__ void __launch_bounds__(kThreads) column_partials_kernel(NormGradArguments<T> p) {
+__global__ void __launch_bounds__(kColumnThreads) column_partials_kernel(NormGradArguments<T> p) {
   using A = compute_t<T>;
   const std::int64_t c = static_cast<std::int64_t>(blockIdx.x) * kWarp + threadIdx.x;
   A sum_w = 0, sum_b = 0;
@@ -168,7 +206,7 @@ __global__ void __launch_bounds__(kThreads) column_partials_kernel(NormGradArgum
 
 // gw (blockIdx.y = 0) and gb (1) from the partial sums of `blocks` blocks.
 template <class A>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kColumnThreads)
     column_sums_kernel(const A* partial_w, const A* partial_b, int blocks, std::int64_t columns, bool accumulate, A* gw, A* gb) {
   const A* partial = blockIdx.y == 0 ? partial_w : partial_b;
   A* target = blockIdx.y == 0 ? gw : gb;
@@ -204,12 +242,18 @@ void CudaBackend::norm_grad(NormKind kind, const Tensor& g, const Tensor& g_sum,
     if constexpr (!std::is_same_v<T, double>) {
       const bool vectors = columns % kNormWidth == 0 && aligned_alike(p.g, p.g_sum, p.x, p.w, p.gx);
       if (!done && vectors) {
+        bool fits = true;
         done = with_registers(columns, [&]<int kGroup, int kItems>() {
           constexpr int kBlock = kNormBlock<kGroup>;
+          constexpr std::size_t kMemory = norm_grad_memory<T, kGroup, kItems>();
+          fits = kMemory <= properties_.sharedMemPerBlockOptin;
+          if (!fits) return;
           blocks = std::min(norm_grad_occupancy(kGroup, kItems) * processors, ceil_div(rows, kBlock / kGroup));
-          norm_grad_kernel<kGroup, kItems><<<static_cast<unsigned>(blocks), kBlock, 0, stream()>>>(p);
+          if (kMemory > std::size_t{48} << 10)
+            MT_CUDA_CHECK(cudaFuncSetAttribute(norm_grad_kernel<kGroup, kItems, T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kMemory));
+          norm_grad_kernel<kGroup, kItems><<<static_cast<unsigned>(blocks), kBlock, kMemory, stream()>>>(p);
           MT_LAUNCHED();
-        });
+        }) && fits;
       }
     }
     if (!done) {
@@ -224,7 +268,7 @@ void CudaBackend::norm_grad(NormKind kind, const Tensor& g, const Tensor& g_sum,
     const auto tiles = static_cast<unsigned>(ceil_div(columns, kWarp));
     const dim3 block(kWarp, kColumnRows);
     if (!done) {
-      blocks = std::min(most_blocks, ceil_div(rows, 4 * kColumnRows));
+      blocks = std::min(most_blocks, ceil_div(rows, kColumnRows));
       column_partials_kernel<<<dim3(tiles, static_cast<unsigned>(blocks)), block, 0, stream()>>>(p);
       MT_LAUNCHED();
     }
