@@ -42,14 +42,17 @@ for stage in "${stages[@]}"; do
       ;;
     sanitize)
       # Small shapes: the sanitizers slow kernels down by ten to a hundred times.
-      for tool in memcheck racecheck initcheck; do
-        for test in ${MANTISSA_SANITIZE_TESTS:-kernels_test}; do
-          if timeout 280 compute-sanitizer --tool $tool --error-exitcode 9 "$build/tests/$test" --gtest_brief=1 >"$out/$tool-$test.log" 2>&1; then
-            echo "$tool $test: $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$out/$tool-$test.log" | tail -n 1)"
+      for tool in ${MANTISSA_SANITIZERS:-memcheck racecheck initcheck}; do
+        for case in op_test:'*cuda_f16*' op_test:'*cuda_f32*' optimizer_test:'*cuda*' loss_scaler_test:'*cuda*'; do
+          test=${case%%:*} filter=${case#*:}
+          [ -x "$build/tests/$test" ] || continue
+          log=$out/$tool-$test.log
+          if MANTISSA_SMALL=1 timeout 280 compute-sanitizer --tool $tool --error-exitcode 9 "$build/tests/$test" --gtest_filter="$filter" --gtest_brief=1 >"$log" 2>&1; then
+            echo "$tool $test $filter: $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$log" | tail -n 1)"
           else
             status=1
-            echo "FAILED $tool $test"
-            grep -E '=========|Failure|FAILED' "$out/$tool-$test.log" | head -n 40
+            echo "FAILED $tool $test $filter"
+            grep -E '=========|Failure|FAILED' "$log" | head -n 40
           fi
         done
       done

@@ -127,6 +127,7 @@ TEST_P(OpTableOn, RoundsAsItMust) {
   int cases = 0;
   for (const Row& row : op_table())
     for (const Layout layout : {Layout::large, Layout::contiguous, Layout::strided, Layout::broadcast, Layout::empty, Layout::one, Layout::odd}) {
+      if (layout == Layout::large && std::getenv("MANTISSA_SMALL") != nullptr) continue;  // under a sanitizer
       const std::vector<Input> inputs = row_inputs(row, layout);
       if (inputs.empty()) continue;
       std::vector<Tensor> exact_x = make_inputs(inputs), x;
