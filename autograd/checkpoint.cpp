@@ -35,6 +35,7 @@ Tensor checkpoint(const std::function<Tensor(std::span<const Tensor>)>& fn, cons
     backward(result, {.seed = g[0], .scale_owner = out.options().scale_owner});
     for (std::size_t i = 0; i < grads.size(); ++i) out.set(static_cast<int>(i), grads[i]);
   }, true);
+  if (y.node() != nullptr) y.node()->recomputes = true;
   return y;
 }
 

@@ -229,6 +229,7 @@ bool backward(const Tensor& root, const BackwardOptions& options) {
     const std::shared_ptr<Node> node = std::move(stack.back());
     stack.pop_back();
     for (const auto& output : node->outputs) any_f16 |= output.dtype == DType::f16;
+    any_f16 |= node->recomputes && node->autocast.enabled && node->autocast.dtype == DType::f16;
     MT_CHECK(AutogradError, !node->released, "backward: the graph of '", node->name,
              "' was used already and its saved tensors are gone; pass retain_graph = true to the first backward");
     for (const Edge& edge : node->inputs)

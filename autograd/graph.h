@@ -123,6 +123,7 @@ struct Node {
   std::uint64_t sequence;  // inputs are older than outputs
   AutocastState autocast;
   bool released = false;   // backward has dropped the closure
+  bool recomputes = false; // a checkpoint: which types its inside uses is known only in backward
   std::vector<Edge> inputs;
   std::vector<Output> outputs;
   BackwardFn fn;
