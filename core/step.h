@@ -45,7 +45,7 @@ enum class Verdict : std::int32_t {
 struct ScaleRule {
   double growth = 2, backoff = 0.5;
   std::int64_t growth_interval = 2000;  // clean steps in a row; growth on exactly the N-th
-  std::int64_t hysteresis = 1;          // bad steps tolerated before the scale falls (Megatron's counter)
+  std::int64_t hysteresis = 1;          // the scale falls at the n-th bad step, and at every one after it until a refill
   bool refill_hysteresis = true;        // true: refilled by each clean step ("consecutive"); false: only by growth
   double floor = 1, cap = 16777216;     // the scale stays within [floor, cap]
 };
@@ -72,7 +72,6 @@ MT_HD inline bool update_scale(const ScaleRule& rule, bool overflow, ScaleState&
     const bool at_floor = static_cast<double>(s.scale) <= rule.floor;
     const double lowered = static_cast<double>(s.scale) * rule.backoff;
     s.scale = static_cast<float>(lowered > rule.floor ? lowered : rule.floor);
-    if (rule.refill_hysteresis) s.hysteresis_left = static_cast<std::int32_t>(rule.hysteresis);
     return at_floor;
   }
   s.streak = 0;
@@ -118,12 +117,8 @@ struct StepState {
 MT_HD inline void decide_step(const StepRules& rules, StepState& s, ScaleState* scale, bool update) {
   const float in_force = rules.scaled && scale ? scale->scale : 1.0f;
   s.scale = in_force;
-  if (rules.empty) {  // neutral for the scale, unless another optimizer that shares it has met an overflow
+  if (rules.empty) {  // neutral for the scale
     s.verdict = Verdict::nothing_to_do;
-    if (rules.scaled && scale && update && scale->bad_optimizers > 0) {
-      update_scale(rules.scale_rule, true, *scale);
-      scale->bad_optimizers = 0;
-    }
     return;
   }
   const bool bad = rules.check && (s.infs > 0 || s.nans > 0);

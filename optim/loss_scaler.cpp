@@ -50,9 +50,7 @@ void LossScaler::prepare(Device device) {
   }
   const MemoryScope scope(MemoryCategory::optimizer_state);
   device_state_ = empty({static_cast<std::int64_t>(sizeof(ScaleState))}, {DType::u8, device});
-  mirror_ = backend(device).pinned_storage(sizeof(ScaleState) + sizeof(StepState));
-  const StepState fresh;
-  std::memcpy(mirror_->data + sizeof(ScaleState), &fresh, sizeof fresh);
+  mirror_ = backend(device).pinned_storage(sizeof(ScaleState));
   load_state(initial_);
 }
 
@@ -69,10 +67,10 @@ void LossScaler::backward(const Tensor& loss) {
   scaled_ = mantissa::backward(loss, options);
 }
 
-void LossScaler::stop_at_streak() const {
-  if (!mirror_ || options_.max_streak <= 0) return;
+void LossScaler::stop_at_streak(const Optimizer& optimizer) const {
+  if (options_.max_streak <= 0) return;
   StepState last;
-  std::memcpy(&last, mirror_->data + sizeof(ScaleState), sizeof last);
+  std::memcpy(&last, optimizer.source_->mirror->data, sizeof last);
   MT_CHECK(NonFiniteError, last.streak < options_.max_streak, "LossScaler: ", last.streak, " steps in a row were skipped (", to_string(last.verdict),
            "; ", last.nans, " NaN and ", last.infs, " inf gradient elements at scale ", last.scale, ", floor ", rule_.floor,
            "); this is not a scaling problem: look at the inputs, the learning rate, and the model");
@@ -82,15 +80,18 @@ StepResult LossScaler::step(Optimizer& optimizer) { return step({&optimizer})[0]
 
 std::vector<StepResult> LossScaler::step(std::initializer_list<Optimizer*> optimizers) {
   std::vector<StepResult> results;
-  stop_at_streak();
-  for (Optimizer* optimizer : optimizers) {
+  // The scale is adapted once, by the last optimizer that has gradients: one without has nothing to say about it.
+  const Optimizer* last = nullptr;
+  for (const Optimizer* optimizer : optimizers) {
+    stop_at_streak(*optimizer);
     prepare(optimizer->device_);
-    const bool last = results.size() + 1 == optimizers.size();
-    results.push_back(optimizer->step(static_cast<ScaleState*>(device_state_.data()), rule_, scaled_, this, last));
-    Backend& device = backend(device_state_);
-    device.mirror_to_host(device_state_, mirror_->data);
-    device.mirror_to_host(optimizer->source_->state, mirror_->data + sizeof(ScaleState));
+    if (optimizer->has_gradients()) last = optimizer;
   }
+  for (Optimizer* optimizer : optimizers) {
+    results.push_back(optimizer->step(static_cast<ScaleState*>(device_state_.data()), rule_, scaled_, this, optimizer == last));
+    backend(device_state_).mirror_to_host(optimizer->source_->state, optimizer->source_->mirror->data);
+  }
+  if (last != nullptr) backend(device_state_).mirror_to_host(device_state_, mirror_->data);
   return results;
 }
 

@@ -36,7 +36,9 @@ class LossScaler {
  public:
   struct Options {
     bool enabled = true;            // false: backward and step without scaling, checks stay
-    std::int64_t max_streak = 40;   // skipped steps in a row after which step() throws NonFiniteError; 0: never
+    // Skipped steps in a row of one optimizer after which step() throws NonFiniteError, until its state is loaded
+    // again; 0: never.
+    std::int64_t max_streak = 40;
   };
   explicit LossScaler(const DynamicScale& policy, Options options);
   LossScaler(const StaticScale& policy, Options options);
@@ -62,14 +64,14 @@ class LossScaler {
 
  private:
   void prepare(Device device);
-  void stop_at_streak() const;
+  void stop_at_streak(const Optimizer& optimizer) const;
 
   ScaleRule rule_;
   Options options_;
   ScaleState initial_;
   bool scaled_ = false;                  // the gradients of the current window carry the scale
   Tensor device_state_;                  // ScaleState, on the device of the first loss
-  std::shared_ptr<Storage> mirror_;      // pinned: ScaleState, then StepState of the last optimizer
+  std::shared_ptr<Storage> mirror_;      // pinned: the newest ScaleState that has reached the host
 };
 
 }  // namespace mantissa::optim

@@ -86,7 +86,20 @@ Optimizer::Optimizer(std::vector<ParamGroup> groups, const Schedule& schedule, i
     }
   }
   MT_CHECK(ConfigError, !first, "optimizer: no parameters were given");
-  source_->state = device_struct(device_, StepState{});
+  reset_state({});
+}
+
+void Optimizer::reset_state(const StepState& state) {
+  source_->state = device_struct(device_, state);
+  source_->mirror = backend(device_).pinned_storage(sizeof state);
+  std::memcpy(source_->mirror->data, &state, sizeof state);
+}
+
+bool Optimizer::has_gradients() const {
+  for (const ParamGroup& group : groups_)
+    for (const Tensor& p : group.parameters)
+      if (p.requires_grad() && p.grad().defined()) return true;
+  return false;
 }
 
 std::vector<Tensor> Optimizer::parameters() const {
@@ -220,7 +233,7 @@ void Optimizer::load_state_dict(const StateDict& state) {
     if (!found.contains(name)) problems += "; missing " + name;
   MT_CHECK(ConfigError, problems.empty(), "load_state_dict: the state does not fit this optimizer", problems);
   for (const auto& [target, value] : copies) target.copy_(value);
-  source_->state = device_struct(device_, fresh);
+  reset_state(fresh);
   ++source_->ticket;
 }
 

@@ -49,8 +49,10 @@ class StepResult {
 
  private:
   friend class Optimizer;
+  friend class LossScaler;
   struct Source {
-    Tensor state;  // StepState on the device
+    Tensor state;                     // StepState on the device
+    std::shared_ptr<Storage> mirror;  // pinned: the newest StepState that has reached the host
     std::int64_t ticket = 0;
   };
   StepState read() const;
@@ -98,6 +100,8 @@ class Optimizer {
   /// `scale` null: gradients must be unscaled; the scaler passes its state and owner mark.
   StepResult step(ScaleState* scale, const ScaleRule& rule, bool scaled, const void* owner, bool update_scale);
   StepState* device_state() const;
+  void reset_state(const StepState& state);
+  bool has_gradients() const;
 
   std::vector<ParamGroup> groups_;
   std::vector<Moments> moments_;  // in parameter order
