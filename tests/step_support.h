@@ -1,0 +1,71 @@
+#pragma once
+// What the tests of the training step share: suites that run on every device, exact bytes, gradients by decree.
+
+#include <cstddef>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "autograd/graph.h"
+#include "support.h"
+
+namespace mantissa::testing {
+
+inline constexpr double kInf = std::numeric_limits<double>::infinity();
+inline constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+/// A suite with one instance a device: `MT_ON_DEVICES(Name)` after its first use as TEST_P(Name, Case).
+class OnDevice : public ::testing::TestWithParam<Device> {
+ protected:
+  static Device device() { return GetParam(); }
+  static TensorOptions on(DType dtype = DType::f32) { return {dtype, GetParam()}; }
+};
+inline std::string device_label(const ::testing::TestParamInfo<Device>& info) {
+  return info.param.is_cpu() ? "cpu" : "cuda" + std::to_string(info.param.index);
+}
+#define MT_ON_DEVICES(Suite)                                                                                                 \
+  INSTANTIATE_TEST_SUITE_P(Devices, Suite, ::testing::ValuesIn(::mantissa::testing::devices()), ::mantissa::testing::device_label)
+
+/// The bytes of a dense tensor, in memory order.
+inline std::vector<std::byte> bytes(const Tensor& x) {
+  std::vector<std::byte> out(static_cast<std::size_t>(x.numel()) * size_of(x.dtype()));
+  if (!out.empty()) backend(x).copy_to_host(x.detach().view({x.numel()}, {1}, x.offset()), out.data());
+  return out;
+}
+
+/// Overwrites one element, counted in memory order, of a dense tensor.
+inline void poke(const Tensor& x, std::int64_t index, double value) {
+  x.detach().view({1}, {1}, x.offset() + index).fill_(value);
+}
+
+inline Tensor leaf(const Tensor& x) {
+  Tensor y = x;
+  y.set_requires_grad();
+  return y;
+}
+inline Tensor leaf(const std::vector<double>& values, TensorOptions options) {
+  return leaf(from_vector(values, {static_cast<std::int64_t>(values.size())}, options));
+}
+
+/// A loss whose gradient with respect to parameters[i] is exactly gradients[i] (none where that is undefined). An f16 leaf
+/// takes part, so that a loss scaler scales it; the parameters' own path is f32, so that no rounding blurs the result.
+inline Tensor loss_with_gradients(const std::vector<Tensor>& parameters, const std::vector<Tensor>& gradients, DType marker = DType::f16) {
+  Tensor loss = sum(leaf(zeros({1}, {marker, parameters[0].device()})).to(DType::f32));
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    if (gradients[i].defined()) loss = loss + sum(parameters[i] * gradients[i]);
+  return loss;
+}
+
+inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+/// Expects `f` to throw E with every one of `parts` in its text, and a source location.
+template <class E, class F>
+void expect_error(F&& f, const std::vector<std::string>& parts) {
+  const std::string text = error_text<E>(std::forward<F>(f));
+  EXPECT_NE(text, "") << "nothing, or another type, was thrown; expected " << (parts.empty() ? "" : parts[0]);
+  for (const std::string& part : parts) EXPECT_TRUE(contains(text, part)) << "'" << part << "' is not in: " << text;
+  EXPECT_TRUE(contains(text, ".cpp:") || contains(text, ".h:") || contains(text, ".cu:")) << "no file and line in: " << text;
+}
+
+}  // namespace mantissa::testing
