@@ -9,7 +9,8 @@ struct Compare {
   bool less, equal, greater, negate;
   explicit Compare(CompareOp op)
       : less(op == CompareOp::less || op == CompareOp::less_equal),
-        equal(op == CompareOp::equal || op == CompareOp::not_equal || op == CompareOp::less_equal || op == CompareOp::greater_equal),
+        equal(op == CompareOp::equal || op == CompareOp::not_equal || op == CompareOp::less_equal ||
+              op == CompareOp::greater_equal),
         greater(op == CompareOp::greater || op == CompareOp::greater_equal),
         negate(op == CompareOp::not_equal) {}  // so that NaN differs from everything
 
@@ -20,7 +21,8 @@ struct Compare {
       return test(x, y);
     }
   }
-  template <class A> __device__ bool test(A a, A b) const {
+  template <class A>
+  __device__ bool test(A a, A b) const {
     return ((less && a < b) || (equal && a == b) || (greater && a > b)) != negate;
   }
 };

@@ -8,7 +8,10 @@ namespace mantissa {
 namespace {
 
 struct Identity {
-  template <class T> __device__ T operator()(T x) const { return x; }
+  template <class T>
+  __device__ T operator()(T x) const {
+    return x;
+  }
 };
 
 template <class Bits>
@@ -19,12 +22,16 @@ struct Constant {
 
 template <class To>
 struct Convert {
-  template <class From> __device__ To operator()(From x) const { return convert<To>(x); }
+  template <class From>
+  __device__ To operator()(From x) const {
+    return convert<To>(x);
+  }
 };
 
 template <class To>
 struct Accumulate {
-  template <class From> __device__ To operator()(To y, From x) const {
+  template <class From>
+  __device__ To operator()(To y, From x) const {
     using A = std::conditional_t<std::is_same_v<From, double>, double, compute_t<To>>;
     return convert<To>(convert<A>(y) + convert<A>(x));
   }
@@ -34,7 +41,8 @@ struct Accumulate {
 template <class T>
 struct Transpose {
   static constexpr int kTile = sizeof(T) >= 4 ? 32 : 64;
-  static constexpr int kPad = sizeof(T) >= 4 ? 1 : 4 / static_cast<int>(sizeof(T));  // an odd number of banks a row
+  static constexpr int kPad =
+      sizeof(T) >= 4 ? 1 : 4 / static_cast<int>(sizeof(T));  // an odd number of banks a row
   static constexpr int kRows = 8;
   std::int64_t i_size, t_size, x_stride, y_stride;  // x at i x_stride + t, y at t y_stride + i
   std::uint32_t i_tiles, t_tiles;
@@ -43,7 +51,8 @@ struct Transpose {
 
 // Bytes: x and y once. Rows of a tile are 64 to 256 bytes, read and written whole; shared memory turns it.
 template <class T>
-__global__ void __launch_bounds__(kWarp* Transpose<T>::kRows) transpose_kernel(Transpose<T> p, T* y, const T* x) {
+__global__ void __launch_bounds__(kWarp* Transpose<T>::kRows)
+    transpose_kernel(Transpose<T> p, T* y, const T* x) {
   constexpr int kTile = Transpose<T>::kTile, kRows = Transpose<T>::kRows;
   __shared__ T tile[kTile][kTile + Transpose<T>::kPad];
   const std::uint32_t i_tile = blockIdx.x % p.i_tiles, rest = blockIdx.x / p.i_tiles;
@@ -54,17 +63,30 @@ __global__ void __launch_bounds__(kWarp* Transpose<T>::kRows) transpose_kernel(T
   x += offset[0] + i0 * p.x_stride + t0;
   y += offset[1] + t0 * p.y_stride + i0;
   const std::int64_t i_left = p.i_size - i0, t_left = p.t_size - t0;
+  constexpr int kDown = kTile / kRows, kAlong = kTile / kWarp;
+  T value[kDown][kAlong] = {};
 #pragma unroll
-  for (int i = threadIdx.y; i < kTile; i += kRows)
+  for (int a = 0; a < kDown; ++a) {
 #pragma unroll
-    for (int t = threadIdx.x; t < kTile; t += kWarp)
-      if (i < i_left && t < t_left) tile[i][t] = x[i * p.x_stride + t];
+    for (int b = 0; b < kAlong; ++b) {
+      const int i = threadIdx.y + a * kRows, t = threadIdx.x + b * kWarp;
+      if (i < i_left && t < t_left) value[a][b] = x[i * p.x_stride + t];
+    }
+  }
+#pragma unroll
+  for (int a = 0; a < kDown; ++a) {
+#pragma unroll
+    for (int b = 0; b < kAlong; ++b) tile[threadIdx.y + a * kRows][threadIdx.x + b * kWarp] = value[a][b];
+  }
   __syncthreads();
 #pragma unroll
-  for (int t = threadIdx.y; t < kTile; t += kRows)
+  for (int a = 0; a < kDown; ++a) {
 #pragma unroll
-    for (int i = threadIdx.x; i < kTile; i += kWarp)
+    for (int b = 0; b < kAlong; ++b) {
+      const int t = threadIdx.y + a * kRows, i = threadIdx.x + b * kWarp;
       if (i < i_left && t < t_left) y[t * p.y_stride + i] = tile[i][t];
+    }
+  }
 }
 
 /// Runs the tiled kernel when it fits the strides.
@@ -91,7 +113,8 @@ bool try_transpose(CudaBackend& backend, const StridedPlan<2>& plan, T* y, const
     batch.sizes[0] = 1;
   }
   constexpr int kTile = Transpose<T>::kTile;
-  const std::int64_t i_tiles = ceil_div(plan.sizes[inner], kTile), t_tiles = ceil_div(plan.sizes[axis], kTile);
+  const std::int64_t i_tiles = ceil_div(plan.sizes[inner], kTile),
+                     t_tiles = ceil_div(plan.sizes[axis], kTile);
   const std::int64_t blocks = i_tiles * t_tiles * batch.numel;
   if (blocks >= kMaxUnits) return false;
   const Transpose<T> p{plan.sizes[inner],
@@ -102,16 +125,18 @@ bool try_transpose(CudaBackend& backend, const StridedPlan<2>& plan, T* y, const
                        static_cast<std::uint32_t>(t_tiles),
                        Layout<2>(batch)};
   auto& counters = backend.counters;
-  transpose_kernel<T><<<static_cast<unsigned>(blocks), dim3(kWarp, Transpose<T>::kRows), 0, backend.stream()>>>(p, y, x);
+  transpose_kernel<T>
+      <<<static_cast<unsigned>(blocks), dim3(kWarp, Transpose<T>::kRows), 0, backend.stream()>>>(p, y, x);
   MT_LAUNCHED();
   return true;
 }
 
 template <class From, class To>
-inline constexpr bool converts_often = !std::is_same_v<To, std::uint8_t> &&
-                                       (std::is_same_v<To, float> || std::is_same_v<To, __half> || std::is_same_v<To, __nv_bfloat16>) &&
-                                       (std::is_same_v<From, float> || std::is_same_v<From, __half> ||
-                                        std::is_same_v<From, __nv_bfloat16> || std::is_same_v<From, std::uint8_t>);
+inline constexpr bool converts_often =
+    !std::is_same_v<To, std::uint8_t> &&
+    (std::is_same_v<To, float> || std::is_same_v<To, __half> || std::is_same_v<To, __nv_bfloat16>)&&(
+        std::is_same_v<From, float> || std::is_same_v<From, __half> || std::is_same_v<From, __nv_bfloat16> ||
+        std::is_same_v<From, std::uint8_t>);
 
 struct HostTypes {
   using f16 = float16;
@@ -134,18 +159,23 @@ void CudaBackend::fill(double value, Tensor& y) {
   std::uint64_t bits = 0;
   visit_all<HostTypes>("fill", y.dtype(), [&]<class T>() {
     const T converted = [&] {
-      if constexpr (std::is_same_v<T, bool>) return value != 0;
-      else return static_cast<T>(value);
+      if constexpr (std::is_same_v<T, bool>)
+        return value != 0;
+      else
+        return static_cast<T>(value);
     }();
     std::memcpy(&bits, &converted, sizeof converted);
   });
   if (y.numel() == 0) return;
   if (y.is_dense() && (bits == 0 || size_of(y.dtype()) == 1)) {
-    MT_CUDA_CHECK(cudaMemsetAsync(y.data(), static_cast<int>(bits), static_cast<std::size_t>(y.numel()) * size_of(y.dtype()), stream()));
+    MT_CUDA_CHECK(cudaMemsetAsync(y.data(), static_cast<int>(bits),
+                                  static_cast<std::size_t>(y.numel()) * size_of(y.dtype()), stream()));
     ++counters.launches;
     return;
   }
-  visit_bits(y.dtype(), [&]<class Bits>() { map<MapPaths::kStrided, Bits>(*this, Constant<Bits>{static_cast<Bits>(bits)}, y); });
+  visit_bits(y.dtype(), [&]<class Bits>() {
+    map<MapPaths::kStrided, Bits>(*this, Constant<Bits>{static_cast<Bits>(bits)}, y);
+  });
 }
 
 void CudaBackend::copy(const Tensor& x, Tensor& y) {
@@ -153,7 +183,8 @@ void CudaBackend::copy(const Tensor& x, Tensor& y) {
   if (y.numel() == 0) return;
   if (x.dtype() == y.dtype()) {
     visit_bits(y.dtype(), [&]<class Bits>() {
-      if (try_transpose(*this, make_plan<2>(y.shape(), {&x, &y}), data_as<Bits>(y), data_as<const Bits>(x))) return;
+      if (try_transpose(*this, make_plan<2>(y.shape(), {&x, &y}), data_as<Bits>(y), data_as<const Bits>(x)))
+        return;
       map<MapPaths::kRows, Bits, Bits>(*this, Identity{}, y, x);
     });
     return;

@@ -19,7 +19,8 @@ struct Target {
 // Bytes: x once; floor = n classes sizeof(T) / bandwidth. An invalid target makes the loss NaN.
 template <int kBlock, bool kSmooth, class T, class Index>
 __global__ void __launch_bounds__(kBlock)
-    loss_kernel(const T* x, const Index* targets, Target rule, compute_t<T> smoothing, compute_t<T>* row_loss, compute_t<T>* lse) {
+    loss_kernel(const T* x, const Index* targets, Target rule, compute_t<T> smoothing, compute_t<T>* row_loss,
+                compute_t<T>* lse) {
   using A = compute_t<T>;
   const std::int64_t row = blockIdx.x;
   x += row * rule.classes;
@@ -52,10 +53,11 @@ __global__ void __launch_bounds__(kBlock)
   row_loss[row] = loss;
 }
 
-// One block, so that the order of the sum is fixed. Bytes: row_loss and targets once, a small part of the whole.
+// One block, so that the order of the sum is fixed. Bytes: row_loss and targets once, a small part of the
+// whole.
 template <class A, class Index>
-__global__ void __launch_bounds__(1024)
-    mean_loss_kernel(const A* row_loss, const Index* targets, std::int64_t n, Target rule, A* loss, A* count) {
+__global__ void __launch_bounds__(1024) mean_loss_kernel(const A* row_loss, const Index* targets,
+                                                         std::int64_t n, Target rule, A* loss, A* count) {
   double sum = 0, counted = 0;
   for (std::int64_t i = threadIdx.x; i < n; i += 1024) {
     sum += static_cast<double>(row_loss[i]);
@@ -81,7 +83,9 @@ __global__ void __launch_bounds__(kThreads)
   gx += row * rule.classes + begin;
   const std::int64_t target = targets[row];
   const TargetKind kind = rule.kind(target);
-  const A scale = kind == TargetKind::ignored ? A(0) : kind == TargetKind::counted ? *g / *count : A(__int_as_float(0x7fc00000));
+  const A scale = kind == TargetKind::ignored   ? A(0)
+                  : kind == TargetKind::counted ? *g / *count
+                                                : A(__int_as_float(0x7fc00000));
   const A uniform = scale * smoothing / static_cast<A>(rule.classes), hit = scale * (A(1) - smoothing);
   const A row_lse = lse[row];
   const std::int64_t here = target - begin;  // within the part, perhaps
@@ -97,7 +101,8 @@ __global__ void __launch_bounds__(kThreads)
     }
     Vec<T, kWidth> result;
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) result.v[j] = kind == TargetKind::ignored ? convert<T>(A(0)) : convert<T>(value[j]);
+    for (int j = 0; j < kWidth; ++j)
+      result.v[j] = kind == TargetKind::ignored ? convert<T>(A(0)) : convert<T>(value[j]);
     store(gx + i, result);
   });
 }
@@ -111,13 +116,14 @@ void visit_types(const char* op, const Tensor& x, const Tensor& targets, F&& f) 
 
 }  // namespace
 
-void CudaBackend::cross_entropy(const Tensor& x, const Tensor& targets, const CrossEntropyOptions& options, Tensor& loss,
-                                Tensor& lse, Tensor& count) {
+void CudaBackend::cross_entropy(const Tensor& x, const Tensor& targets, const CrossEntropyOptions& options,
+                                Tensor& loss, Tensor& lse, Tensor& count) {
   const detail::OpRange range("cross_entropy");
   const std::int64_t n = x.size(0), classes = x.size(1);
   const Target rule{classes, options.ignore_index};
   const DType compute = compute_dtype(x.dtype());
-  MT_ASSERT(loss.dtype() == compute && lse.dtype() == compute && count.dtype() == compute, "cross_entropy of ", x);
+  MT_ASSERT(loss.dtype() == compute && lse.dtype() == compute && count.dtype() == compute,
+            "cross_entropy of ", x);
   const Tensor row_loss = workspace(static_cast<std::size_t>(n) * size_of(compute));
   visit_types("cross_entropy", x, targets, [&]<class T, class Index>() {
     using A = compute_t<T>;
@@ -125,7 +131,8 @@ void CudaBackend::cross_entropy(const Tensor& x, const Tensor& targets, const Cr
     auto* losses = static_cast<A*>(row_loss.data());
     const auto run = [&]<int kBlock, bool kSmooth>() {
       loss_kernel<kBlock, kSmooth><<<static_cast<unsigned>(n), kBlock, 0, stream()>>>(
-          static_cast<const T*>(x.data()), index, rule, static_cast<A>(options.label_smoothing), losses, static_cast<A*>(lse.data()));
+          static_cast<const T*>(x.data()), index, rule, static_cast<A>(options.label_smoothing), losses,
+          static_cast<A*>(lse.data()));
       MT_LAUNCHED();
     };
     const bool smooth = options.label_smoothing != 0;
@@ -134,13 +141,15 @@ void CudaBackend::cross_entropy(const Tensor& x, const Tensor& targets, const Cr
     } else if (n > 0) {  // few long rows
       smooth ? run.template operator()<1024, true>() : run.template operator()<1024, false>();
     }
-    mean_loss_kernel<<<1, 1024, 0, stream()>>>(losses, index, n, rule, static_cast<A*>(loss.data()), static_cast<A*>(count.data()));
+    mean_loss_kernel<<<1, 1024, 0, stream()>>>(losses, index, n, rule, static_cast<A*>(loss.data()),
+                                               static_cast<A*>(count.data()));
     MT_LAUNCHED();
   });
 }
 
-void CudaBackend::cross_entropy_grad(const Tensor& g, const Tensor& x, const Tensor& targets, const CrossEntropyOptions& options,
-                                     const Tensor& lse, const Tensor& count, Tensor& gx) {
+void CudaBackend::cross_entropy_grad(const Tensor& g, const Tensor& x, const Tensor& targets,
+                                     const CrossEntropyOptions& options, const Tensor& lse,
+                                     const Tensor& count, Tensor& gx) {
   const detail::OpRange range("cross_entropy_grad");
   if (x.numel() == 0) return;
   const std::int64_t n = x.size(0), classes = x.size(1);
@@ -155,10 +164,12 @@ void CudaBackend::cross_entropy_grad(const Tensor& g, const Tensor& x, const Ten
     const auto run = [&]<int V>() {
       grad_kernel<V><<<grid, kThreads, 0, stream()>>>(
           static_cast<const A*>(g.data()), from, static_cast<const Index*>(targets.data()), rule,
-          static_cast<A>(options.label_smoothing), static_cast<const A*>(lse.data()), static_cast<const A*>(count.data()), part, to);
+          static_cast<A>(options.label_smoothing), static_cast<const A*>(lse.data()),
+          static_cast<const A*>(count.data()), part, to);
       MT_LAUNCHED();
     };
-    from == to || aligned_alike(from, to) ? run.template operator()<kVector<T>>() : run.template operator()<1>();
+    from == to || aligned_alike(from, to) ? run.template operator()<kVector<T>>()
+                                          : run.template operator()<1>();
   });
 }
 

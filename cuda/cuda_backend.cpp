@@ -38,6 +38,7 @@ bool is_sticky(cudaError_t status) {
     case cudaErrorNvlinkUncorrectable:
     case cudaErrorContextIsDestroyed:
     case cudaErrorExternalDevice:
+    case cudaErrorUnknown:
       return true;
     default:
       return false;
@@ -52,7 +53,9 @@ std::string note_error(bool sticky, const std::string& text) {
   return text;
 }
 
-std::string version(int v, int major, int minor) { return std::to_string(v / major) + "." + std::to_string(v % major / minor); }
+std::string version(int v, int major, int minor) {
+  return std::to_string(v / major) + "." + std::to_string(v % major / minor);
+}
 
 }  // namespace
 
@@ -113,10 +116,11 @@ class DeviceMemory final : public CachingAllocator::Source {
   }
   std::string describe() const override {
     std::size_t free = 0, total = 0;
-    if (cudaMemGetInfo(&free, &total) != cudaSuccess) return "the driver does not say how much memory is free";
+    if (cudaMemGetInfo(&free, &total) != cudaSuccess)
+      return "the driver does not say how much memory is free";
     char text[96];
-    std::snprintf(text, sizeof text, "%.1f MiB free of %.1f MiB on the device", static_cast<double>(free) / (1 << 20),
-                  static_cast<double>(total) / (1 << 20));
+    std::snprintf(text, sizeof text, "%.1f MiB free of %.1f MiB on the device",
+                  static_cast<double>(free) / (1 << 20), static_cast<double>(total) / (1 << 20));
     return text;
   }
 
@@ -126,7 +130,8 @@ class DeviceMemory final : public CachingAllocator::Source {
 
 }  // namespace
 
-/// Pinned blocks of power-of-two sizes. A freed block is handed out again once the work queued before it was freed is done.
+/// Pinned blocks of power-of-two sizes. A freed block is handed out again once the work queued before it was
+/// freed is done.
 class PinnedPool {
  public:
   PinnedPool(int index, cudaStream_t stream) : index_(index), stream_(stream) {}
@@ -139,7 +144,8 @@ class PinnedPool {
       const cudaError_t status = cudaHostAlloc(&block.data, size, cudaHostAllocDefault);
       if (status == cudaErrorMemoryAllocation) {
         cudaGetLastError();
-        MT_THROW(OutOfMemoryError, "pinned_storage: the system refused ", size, " bytes of page-locked host memory");
+        MT_THROW(OutOfMemoryError, "pinned_storage: the system refused ", size,
+                 " bytes of page-locked host memory");
       }
       MT_CUDA_CHECK(status);
       MT_CUDA_CHECK(cudaEventCreateWithFlags(&block.done, cudaEventDisableTiming));
@@ -190,17 +196,21 @@ cudaDeviceProp check_device(int index) {
   const std::string reason = cuda_unavailable_reason();
   MT_CHECK(DeviceError, reason.empty(), "cuda:", index, ": ", reason);
   const int count = cuda_device_count();
-  MT_CHECK(DeviceError, index >= 0 && index < count, "cuda:", index, ": this machine has ", count, " usable GPU(s)");
+  MT_CHECK(DeviceError, index >= 0 && index < count, "cuda:", index, ": this machine has ", count,
+           " usable GPU(s)");
   cudaDeviceProp p{};
   MT_CUDA_CHECK(cudaGetDeviceProperties(&p, index));
-  MT_CHECK(DeviceError, p.major >= 8, "cuda:", index, ": ", static_cast<const char*>(p.name), " has compute capability ", p.major,
-           ".", p.minor, "; 8.0 (Ampere) or newer is required, for bf16 and TF32");
+  MT_CHECK(DeviceError, p.major >= 8, "cuda:", index, ": ", static_cast<const char*>(p.name),
+           " has compute capability ", p.major, ".", p.minor,
+           "; 8.0 (Ampere) or newer is required, for bf16 and TF32");
   activate(index);
-  MT_CHECK(DeviceError, kernels_run_here(), "cuda:", index, ": this build has no kernels for ", static_cast<const char*>(p.name),
-           " (compute capability ", p.major, ".", p.minor, "); rebuild with -DCMAKE_CUDA_ARCHITECTURES=", p.major, p.minor);
+  MT_CHECK(DeviceError, kernels_run_here(), "cuda:", index, ": this build has no kernels for ",
+           static_cast<const char*>(p.name), " (compute capability ", p.major, ".", p.minor,
+           "); rebuild with -DCMAKE_CUDA_ARCHITECTURES=", p.major, p.minor);
   const auto cublas = static_cast<int>(cublasLtGetVersion());
   MT_CHECK(DeviceError, cublas / 10000 == CUBLAS_VERSION / 10000, "cuda:", index, ": found cuBLASLt ",
-           detail::version(cublas, 10000, 100), "; this build needs ", detail::version(CUBLAS_VERSION, 10000, 100));
+           detail::version(cublas, 10000, 100), "; this build needs ",
+           detail::version(CUBLAS_VERSION, 10000, 100));
   const auto cudnn = static_cast<int>(cudnnGetVersion());
   MT_CHECK(DeviceError, cudnn / 10000 == CUDNN_MAJOR && cudnn >= 90000, "cuda:", index, ": found cuDNN ",
            detail::version(cudnn, 10000, 100), "; this build needs ", CUDNN_MAJOR, ".", CUDNN_MINOR);
@@ -210,7 +220,9 @@ cudaDeviceProp check_device(int index) {
 }  // namespace
 
 CudaBackend::CudaBackend(int index)
-    : index_(index), properties_(check_device(index)), allocator_(std::make_unique<DeviceMemory>(index), mantissa::cuda(index)) {
+    : index_(index),
+      properties_(check_device(index)),
+      allocator_(std::make_unique<DeviceMemory>(index), mantissa::cuda(index)) {
   MT_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   MT_CUBLAS_CHECK(cublasLtCreate(&cublas_));
   pinned_ = std::make_shared<PinnedPool>(index, stream_);
@@ -296,8 +308,9 @@ const Devices& devices() {
     if (driver == 0) {
       d.reason = "no NVIDIA driver is installed, or it is not running";
     } else if (status == cudaErrorInsufficientDriver) {
-      d.reason = "the driver supports CUDA " + detail::version(driver, 1000, 10) + ", but this build needs CUDA " +
-                 detail::version(CUDART_VERSION, 1000, 10) + "; update the driver";
+      d.reason = "the driver supports CUDA " + detail::version(driver, 1000, 10) +
+                 ", but this build needs CUDA " + detail::version(CUDART_VERSION, 1000, 10) +
+                 "; update the driver";
     } else if (status == cudaSuccess || status == cudaErrorNoDevice) {
       d.reason = "the driver is there, but no GPU is visible (is CUDA_VISIBLE_DEVICES set?)";
     } else {

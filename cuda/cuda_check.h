@@ -1,6 +1,7 @@
 #pragma once
-// Checks of CUDA, cuBLAS and cuDNN calls: each throws a CudaError with the text of the call. An error after which the
-// device is unusable (an illegal address, for one) is remembered: every later failure reports that first one.
+// Checks of CUDA, cuBLAS and cuDNN calls: each throws a CudaError with the text of the call. An error after
+// which the device is unusable (an illegal address, for one) is remembered: every later failure reports that
+// first one.
 
 #include <cublasLt.h>
 #include <cuda_runtime.h>
@@ -34,25 +35,25 @@ class OpRange {
 
 }  // namespace mantissa::detail
 
-#define MT_CUDA_CHECK(call)                                                          \
-  do {                                                                               \
-    const cudaError_t status_ = (call);                                              \
-    if (status_ != cudaSuccess) [[unlikely]]                                         \
-      ::mantissa::detail::raise_cuda(status_, #call, __FILE__, __LINE__);            \
+#define MT_CUDA_CHECK(call)                                               \
+  do {                                                                    \
+    const cudaError_t status_ = (call);                                   \
+    if (status_ != cudaSuccess) [[unlikely]]                              \
+      ::mantissa::detail::raise_cuda(status_, #call, __FILE__, __LINE__); \
   } while (false)
 
-#define MT_CUBLAS_CHECK(call)                                                                      \
-  do {                                                                                             \
-    const cublasStatus_t status_ = (call);                                                         \
-    if (status_ != CUBLAS_STATUS_SUCCESS) [[unlikely]]                                             \
+#define MT_CUBLAS_CHECK(call)                                                                       \
+  do {                                                                                              \
+    const cublasStatus_t status_ = (call);                                                          \
+    if (status_ != CUBLAS_STATUS_SUCCESS) [[unlikely]]                                              \
       ::mantissa::detail::raise_library(cublasLtGetStatusName(status_), #call, __FILE__, __LINE__); \
   } while (false)
 
-#define MT_CUDNN_CHECK(call)                                                                       \
-  do {                                                                                             \
-    const cudnnStatus_t status_ = (call);                                                          \
-    if (status_ != CUDNN_STATUS_SUCCESS) [[unlikely]]                                              \
-      ::mantissa::detail::raise_library(cudnnGetErrorString(status_), #call, __FILE__, __LINE__);  \
+#define MT_CUDNN_CHECK(call)                                                                      \
+  do {                                                                                            \
+    const cudnnStatus_t status_ = (call);                                                         \
+    if (status_ != CUDNN_STATUS_SUCCESS) [[unlikely]]                                             \
+      ::mantissa::detail::raise_library(cudnnGetErrorString(status_), #call, __FILE__, __LINE__); \
   } while (false)
 
 /// After a kernel launch in a member of CudaBackend: reports a bad configuration at once; counts the launch.

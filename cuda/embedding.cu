@@ -15,11 +15,12 @@ __device__ inline void set_ones(Bits& x) {
   x = static_cast<Bits>(~Bits(0));
 }
 
-// Bytes: the rows read and written once; floor = 2 n row_bytes / bandwidth. A warp a row, moved in words of up to 16 bytes.
-// An index outside the table gives NaN (all bits set).
+// Bytes: the rows read and written once; floor = 2 n row_bytes / bandwidth. A warp a row, moved in words of
+// up to 16 bytes. An index outside the table gives NaN (all bits set).
 template <class W, class Index>
 __global__ void __launch_bounds__(kThreads)
-    embedding_kernel(const Index* ids, const W* table, W* y, std::int64_t n, std::int64_t rows, std::int64_t words) {
+    embedding_kernel(const Index* ids, const W* table, W* y, std::int64_t n, std::int64_t rows,
+                     std::int64_t words) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
   if (i >= n) return;
   const std::int64_t id = ids[i];
@@ -32,8 +33,10 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
       if (c + u * kWarp >= words) continue;
-      if (valid) value[u] = from[c + u * kWarp];
-      else set_ones(value[u]);
+      if (valid)
+        value[u] = from[c + u * kWarp];
+      else
+        set_ones(value[u]);
     }
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u)
@@ -43,8 +46,8 @@ __global__ void __launch_bounds__(kThreads)
 
 // An index outside the table becomes the key `rows`, which no sum takes.
 template <class Index>
-__global__ void __launch_bounds__(kThreads)
-    number_kernel(const Index* ids, std::int64_t n, std::int64_t rows, std::uint32_t* keys, std::uint32_t* positions) {
+__global__ void __launch_bounds__(kThreads) number_kernel(const Index* ids, std::int64_t n, std::int64_t rows,
+                                                          std::uint32_t* keys, std::uint32_t* positions) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= n) return;
   const std::int64_t id = ids[i];
@@ -76,8 +79,8 @@ struct Runs {
   }
 };
 
-// Bytes: g once, one row of gw for each distinct index. A run within the chunk goes to gw; the part of a run that began in an
-// earlier chunk goes to `head`, the part of one that goes on in the next to `tail`.
+// Bytes: g once, one row of gw for each distinct index. A run within the chunk goes to gw; the part of a run
+// that began in an earlier chunk goes to `head`, the part of one that goes on in the next to `tail`.
 template <int V, class T>
 __global__ void __launch_bounds__(128) sum_kernel(Runs<compute_t<T>> p, const T* g) {
   using A = compute_t<T>;
@@ -145,21 +148,25 @@ __global__ void __launch_bounds__(128) join_kernel(Runs<A> p) {
 
 void CudaBackend::embedding(const Tensor& ids, const Tensor& w, Tensor& y) {
   const detail::OpRange range("embedding");
-  const std::int64_t n = ids.numel(), rows = w.size(0), bytes = w.size(1) * static_cast<std::int64_t>(size_of(w.dtype()));
+  const std::int64_t n = ids.numel(), rows = w.size(0),
+                     bytes = w.size(1) * static_cast<std::int64_t>(size_of(w.dtype()));
   if (n == 0 || bytes == 0 || rows == 0) return;
   const auto run = [&]<class W>() {
     visit_index("embedding", ids.dtype(), [&]<class Index>() {
       embedding_kernel<W><<<static_cast<unsigned>(ceil_div(n, kThreads / kWarp)), kThreads, 0, stream()>>>(
-          static_cast<const Index*>(ids.data()), static_cast<const W*>(w.data()), static_cast<W*>(y.data()), n, rows,
-          bytes / static_cast<std::int64_t>(sizeof(W)));
+          static_cast<const Index*>(ids.data()), static_cast<const W*>(w.data()), static_cast<W*>(y.data()),
+          n, rows, bytes / static_cast<std::int64_t>(sizeof(W)));
       MT_LAUNCHED();
     });
   };
   if (bytes % 16 == 0 && aligned_alike(w.data(), y.data())) return run.template operator()<uint4>();
   switch (size_of(w.dtype())) {
-    case 8: return run.template operator()<std::uint64_t>();
-    case 4: return run.template operator()<std::uint32_t>();
-    default: return run.template operator()<std::uint16_t>();
+    case 8:
+      return run.template operator()<std::uint64_t>();
+    case 4:
+      return run.template operator()<std::uint32_t>();
+    default:
+      return run.template operator()<std::uint16_t>();
   }
 }
 
@@ -174,10 +181,11 @@ void CudaBackend::embedding_grad(const Tensor& g, const Tensor& ids, bool accumu
   for (std::int64_t from = 0; from < total; from += kSlice) {
     const std::int64_t n = std::min(total - from, kSlice), chunks = ceil_div(n, kChunk);
     const Tensor pairs = workspace(static_cast<std::size_t>(4 * n) * sizeof(std::uint32_t));
-    auto *keys = static_cast<std::uint32_t*>(pairs.data()), *positions = keys + n, *sorted = keys + 2 * n, *order = keys + 3 * n;
+    auto *keys = static_cast<std::uint32_t*>(pairs.data()), *positions = keys + n, *sorted = keys + 2 * n,
+         *order = keys + 3 * n;
     visit_index("embedding_grad", ids.dtype(), [&]<class Index>() {
-      number_kernel<<<static_cast<unsigned>(ceil_div(n, kThreads)), kThreads, 0, stream()>>>(static_cast<const Index*>(ids.data()) + from, n,
-                                                                                             rows, keys, positions);
+      number_kernel<<<static_cast<unsigned>(ceil_div(n, kThreads)), kThreads, 0, stream()>>>(
+          static_cast<const Index*>(ids.data()) + from, n, rows, keys, positions);
       MT_LAUNCHED();
     });
     std::size_t scratch_bytes = 0;
@@ -190,7 +198,15 @@ void CudaBackend::embedding_grad(const Tensor& g, const Tensor& ids, bool accumu
       using A = compute_t<T>;
       const Tensor parts = workspace(2 * static_cast<std::size_t>(chunks * columns) * sizeof(A));
       auto* head = static_cast<A*>(parts.data());
-      const Runs<A> p{sorted, order, n, rows, columns, accumulate || from > 0, static_cast<A*>(gw.data()), head, head + chunks * columns};
+      const Runs<A> p{sorted,
+                      order,
+                      n,
+                      rows,
+                      columns,
+                      accumulate || from > 0,
+                      static_cast<A*>(gw.data()),
+                      head,
+                      head + chunks * columns};
       const auto* grad = static_cast<const T*>(g.data()) + from * columns;
       const auto run = [&]<int V>() {
         sum_kernel<V><<<static_cast<unsigned>(chunks), 128, 0, stream()>>>(p, grad);
@@ -198,7 +214,8 @@ void CudaBackend::embedding_grad(const Tensor& g, const Tensor& ids, bool accumu
         join_kernel<V><<<static_cast<unsigned>(chunks), 128, 0, stream()>>>(p);
         MT_LAUNCHED();
       };
-      columns % kVector<T> == 0 && aligned_alike(grad, p.gw) ? run.template operator()<kVector<T>>() : run.template operator()<1>();
+      columns % kVector<T> == 0 && aligned_alike(grad, p.gw) ? run.template operator()<kVector<T>>()
+                                                             : run.template operator()<1>();
     });
   }
 }

@@ -21,8 +21,8 @@ RowMajor without_axis(const Tensor& x, const Shape& shape, int axis) {
 // Bytes: index and y once, x as far as it is hit. An index outside the axis gives NaN (all bits set).
 template <class Bits, class Index>
 __global__ void __launch_bounds__(kThreads)
-    gather_kernel(const Bits* x, const Index* index, Bits* y, std::int64_t n, std::int64_t size, std::int64_t stride, RowMajor x_at,
-                  RowMajor index_at, RowMajor y_at) {
+    gather_kernel(const Bits* x, const Index* index, Bits* y, std::int64_t n, std::int64_t size,
+                  std::int64_t stride, RowMajor x_at, RowMajor index_at, RowMajor y_at) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= n) return;
   const std::int64_t k = index[index_at(i)];
@@ -58,10 +58,12 @@ __global__ void __launch_bounds__(kThreads) scatter_lines_kernel(Scatter<T, Inde
 
 // The key of an element is its target; one key more for those without.
 template <class T, class Index>
-__global__ void __launch_bounds__(kThreads) scatter_keys_kernel(Scatter<T, Index> p, std::uint64_t* keys, std::uint32_t* elements) {
+__global__ void __launch_bounds__(kThreads)
+    scatter_keys_kernel(Scatter<T, Index> p, std::uint64_t* keys, std::uint32_t* elements) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= p.lines * p.length) return;
-  const std::int64_t line = i / p.length, j = i % p.length, k = p.index[p.index_at(line) + j * p.index_stride];
+  const std::int64_t line = i / p.length, j = i % p.length,
+                     k = p.index[p.index_at(line) + j * p.index_stride];
   keys[i] = static_cast<std::uint64_t>(p.valid(k) ? line * p.size + k : p.lines * p.size);
   elements[i] = static_cast<std::uint32_t>(i);
 }
@@ -69,7 +71,8 @@ __global__ void __launch_bounds__(kThreads) scatter_keys_kernel(Scatter<T, Index
 // A warp for each sorted element; the one at the beginning of a run of equal keys adds up the run.
 template <class T, class Index>
 __global__ void __launch_bounds__(kThreads)
-    scatter_runs_kernel(Scatter<T, Index> p, const std::uint64_t* keys, const std::uint32_t* elements, std::int64_t n) {
+    scatter_runs_kernel(Scatter<T, Index> p, const std::uint64_t* keys, const std::uint32_t* elements,
+                        std::int64_t n) {
   const std::int64_t begin = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
   if (begin >= n) return;
   const std::uint64_t key = keys[begin];
@@ -77,8 +80,10 @@ __global__ void __launch_bounds__(kThreads)
   std::int64_t low = begin + 1, high = n;  // the first element of another run
   while (low < high) {
     const std::int64_t middle = (low + high) / 2;
-    if (keys[middle] == key) low = middle + 1;
-    else high = middle;
+    if (keys[middle] == key)
+      low = middle + 1;
+    else
+      high = middle;
   }
   compute_t<T> sum = 0;
 #pragma unroll 4
@@ -93,7 +98,8 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class Index>
 __global__ void __launch_bounds__(kThreads)
-    range_kernel(const Index* index, std::int64_t n, RowMajor at, std::int64_t low, std::int64_t high, std::int64_t ignored, int* bad) {
+    range_kernel(const Index* index, std::int64_t n, RowMajor at, std::int64_t low, std::int64_t high,
+                 std::int64_t ignored, int* bad) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= n) return;
   const std::int64_t k = index[at(i)];
@@ -111,15 +117,20 @@ void CudaBackend::gather(const Tensor& x, int axis, const Tensor& index, Tensor&
   visit_index("gather", index.dtype(), [&]<class Index>() {
     const auto run = [&]<class Bits>() {
       gather_kernel<<<blocks_for(n, kThreads), kThreads, 0, stream()>>>(
-          static_cast<const Bits*>(x.data()), static_cast<const Index*>(index.data()), static_cast<Bits*>(y.data()), n, x.shape()[axis],
-          x.strides()[axis], without_axis(x, index.shape(), axis), RowMajor(index), RowMajor(y));
+          static_cast<const Bits*>(x.data()), static_cast<const Index*>(index.data()),
+          static_cast<Bits*>(y.data()), n, x.shape()[axis], x.strides()[axis],
+          without_axis(x, index.shape(), axis), RowMajor(index), RowMajor(y));
       MT_LAUNCHED();
     };
     switch (size_of(x.dtype())) {
-      case 8: return run.template operator()<std::uint64_t>();
-      case 4: return run.template operator()<std::uint32_t>();
-      case 2: return run.template operator()<std::uint16_t>();
-      default: return run.template operator()<std::uint8_t>();
+      case 8:
+        return run.template operator()<std::uint64_t>();
+      case 4:
+        return run.template operator()<std::uint32_t>();
+      case 2:
+        return run.template operator()<std::uint16_t>();
+      default:
+        return run.template operator()<std::uint8_t>();
     }
   });
 }
@@ -152,7 +163,8 @@ void CudaBackend::scatter_add(const Tensor& x, int axis, const Tensor& index, Te
         MT_LAUNCHED();
         return;
       }
-      const Tensor memory = workspace(static_cast<std::size_t>(2 * n) * (sizeof(std::uint64_t) + sizeof(std::uint32_t)));
+      const Tensor memory =
+          workspace(static_cast<std::size_t>(2 * n) * (sizeof(std::uint64_t) + sizeof(std::uint32_t)));
       auto *keys = static_cast<std::uint64_t*>(memory.data()), *sorted = keys + n;
       auto *elements = reinterpret_cast<std::uint32_t*>(keys + 2 * n), *order = elements + n;
       scatter_keys_kernel<<<blocks_for(n, kThreads), kThreads, 0, stream()>>>(p, keys, elements);
@@ -163,22 +175,24 @@ void CudaBackend::scatter_add(const Tensor& x, int axis, const Tensor& index, Te
       const Tensor scratch = workspace(scratch_bytes);
       sort_pairs(scratch.data(), scratch_bytes, keys, sorted, elements, order, n, bits, stream());
       ++counters.launches;
-      scatter_runs_kernel<<<blocks_for(n, kThreads / kWarp), kThreads, 0, stream()>>>(p, static_cast<const std::uint64_t*>(sorted),
-                                                                                      static_cast<const std::uint32_t*>(order), n);
+      scatter_runs_kernel<<<blocks_for(n, kThreads / kWarp), kThreads, 0, stream()>>>(
+          p, static_cast<const std::uint64_t*>(sorted), static_cast<const std::uint32_t*>(order), n);
       MT_LAUNCHED();
     });
   });
 }
 
-bool CudaBackend::indices_in_range(const Tensor& index, std::int64_t low, std::int64_t high, std::int64_t ignored) {
+bool CudaBackend::indices_in_range(const Tensor& index, std::int64_t low, std::int64_t high,
+                                   std::int64_t ignored) {
   const detail::OpRange range("indices_in_range");
   const std::int64_t n = index.numel();
   if (n == 0) return true;
   const Tensor flag = workspace(sizeof(int));
   MT_CUDA_CHECK(cudaMemsetAsync(flag.data(), 0, sizeof(int), stream()));
   visit_index("indices_in_range", index.dtype(), [&]<class Index>() {
-    range_kernel<<<blocks_for(n, kThreads), kThreads, 0, stream()>>>(static_cast<const Index*>(index.data()), n, RowMajor(index), low, high,
-                                                                     ignored, static_cast<int*>(flag.data()));
+    range_kernel<<<blocks_for(n, kThreads), kThreads, 0, stream()>>>(static_cast<const Index*>(index.data()),
+                                                                     n, RowMajor(index), low, high, ignored,
+                                                                     static_cast<int*>(flag.data()));
     MT_LAUNCHED();
   });
   int bad = 0;

@@ -36,19 +36,22 @@ template <class T>
 inline constexpr bool is_storage_float = std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16> ||
                                          std::is_same_v<T, Float8E4M3> || std::is_same_v<T, Float8E5M2>;
 
-/// double to float, rounded to odd: a second rounding to at most 22 bits then acts as if it were the only one.
+/// double to float, rounded to odd: a second rounding to at most 22 bits then acts as if it were the only
+/// one.
 __device__ inline float round_to_odd(double x) {
   const float y = __double2float_rz(x);
   return static_cast<double>(y) == x ? y : __uint_as_float(__float_as_uint(y) | 1u);
 }
 
-/// float to an FP8 format of 7 magnitude bits. kLargest: bits of the largest finite value, kOverflow: of what lies beyond.
+/// float to an FP8 format of 7 magnitude bits. kLargest: bits of the largest finite value, kOverflow: of what
+/// lies beyond.
 template <int kFraction, int kBias, unsigned kLargest, unsigned kOverflow>
 __device__ inline std::uint8_t narrow_to_8_bits(float x) {
   const unsigned bits = __float_as_uint(x), sign = bits >> 31 << 7, magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return static_cast<std::uint8_t>(sign | 0x7fu);
   unsigned y;
-  if (magnitude < static_cast<unsigned>(128 - kBias) << 23) {  // subnormal or zero: count units of the last place
+  if (magnitude < static_cast<unsigned>(128 - kBias)
+                      << 23) {  // subnormal or zero: count units of the last place
     y = __float2uint_rn(__uint_as_float(magnitude) * static_cast<float>(1u << (kBias - 1 + kFraction)));
   } else {
     constexpr int kShift = 23 - kFraction;
@@ -113,7 +116,8 @@ template <int kBytes>
 using Word = std::conditional_t<
     kBytes >= 16, uint4,
     std::conditional_t<kBytes == 8, uint2,
-                       std::conditional_t<kBytes == 4, unsigned, std::conditional_t<kBytes == 2, unsigned short, unsigned char>>>>;
+                       std::conditional_t<kBytes == 4, unsigned,
+                                          std::conditional_t<kBytes == 2, unsigned short, unsigned char>>>>;
 
 template <int V, class T>
 __device__ inline Vec<T, V> load(const T* p) {
@@ -125,13 +129,16 @@ __device__ inline Vec<T, V> load(const T* p) {
   for (int i = 0; i < kWords; ++i) reinterpret_cast<W*>(&x)[i] = reinterpret_cast<const W*>(p)[i];
   return x;
 }
-// In assembly, so that the compiler does not split the store (it does where it moves the elements' code around).
+// In assembly, so that the compiler does not split the store (it does where it moves the elements' code
+// around).
 __device__ inline void store_word(uint4* p, uint4 x) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(x.x),
+               "r"(x.y), "r"(x.z), "r"(x.w)
                : "memory");
 }
 __device__ inline void store_word(uint2* p, uint2 x) {
-  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(p)), "r"(x.x), "r"(x.y) : "memory");
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(p)), "r"(x.x), "r"(x.y)
+               : "memory");
 }
 template <class W>
 __device__ inline void store_word(W* p, W x) {
@@ -147,7 +154,8 @@ __device__ inline void store(T* p, const Vec<T, V>& x) {
     using W = Word<V * sizeof(T)>;
     constexpr int kWords = V * sizeof(T) / sizeof(W);
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) store_word(reinterpret_cast<W*>(p) + i, reinterpret_cast<const W*>(&x)[i]);
+    for (int i = 0; i < kWords; ++i)
+      store_word(reinterpret_cast<W*>(p) + i, reinterpret_cast<const W*>(&x)[i]);
   }
 }
 
@@ -157,7 +165,8 @@ __device__ inline void copy_async(T* shared, const void* global) {
   static_assert(sizeof(T) % 16 == 0);
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof(T)); i += 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared)) + i),
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                     static_cast<unsigned>(__cvta_generic_to_shared(shared)) + i),
                  "l"(__cvta_generic_to_global(global) + i)
                  : "memory");
   }
@@ -173,8 +182,9 @@ __device__ inline void wait_for_copies() {
 template <class T>
 inline constexpr int kVector = 16 / static_cast<int>(sizeof(T));
 
-/// Calls f(i, vec) for the elements [0, n) of a row, split among `threads` threads: vectors of V from the first aligned
-/// element on, four in flight, and single elements (vec of 1) at both ends. With V = 1, single elements throughout.
+/// Calls f(i, vec) for the elements [0, n) of a row, split among `threads` threads: vectors of V from the
+/// first aligned element on, four in flight, and single elements (vec of 1) at both ends. With V = 1, single
+/// elements throughout.
 template <int V, class T, class F>
 __device__ inline void walk_row(const T* row, std::int64_t n, int thread, int threads, F&& f) {
   const int misaligned = static_cast<int>(reinterpret_cast<std::uintptr_t>(row) / sizeof(T) % V);
@@ -196,7 +206,8 @@ __device__ inline void walk_row(const T* row, std::int64_t n, int thread, int th
   if (V > 1 && tail < n) f(tail, load<1>(row + tail));
 }
 
-/// Whether rows that start at the same element of each tensor are aligned alike, so that walk_row may use vectors.
+/// Whether rows that start at the same element of each tensor are aligned alike, so that walk_row may use
+/// vectors.
 template <class... Pointers>
 bool aligned_alike(const Pointers*... p) {
   return ((reinterpret_cast<std::uintptr_t>(p) % 16 == 0) && ...);
@@ -205,16 +216,34 @@ bool aligned_alike(const Pointers*... p) {
 // ---- reductions ----
 
 struct SumOp {
-  template <class A> __device__ A operator()(A a, A b) const { return a + b; }
-  template <class A> __device__ static A identity() { return A(0); }
+  template <class A>
+  __device__ A operator()(A a, A b) const {
+    return a + b;
+  }
+  template <class A>
+  __device__ static A identity() {
+    return A(0);
+  }
 };
 struct MaxOp {  // NaN wins
-  template <class A> __device__ A operator()(A a, A b) const { return a > b || a != a ? a : b; }
-  template <class A> __device__ static A identity() { return -static_cast<A>(__int_as_float(0x7f800000)); }
+  template <class A>
+  __device__ A operator()(A a, A b) const {
+    return a > b || a != a ? a : b;
+  }
+  template <class A>
+  __device__ static A identity() {
+    return -static_cast<A>(__int_as_float(0x7f800000));
+  }
 };
 struct MinOp {
-  template <class A> __device__ A operator()(A a, A b) const { return a < b || a != a ? a : b; }
-  template <class A> __device__ static A identity() { return static_cast<A>(__int_as_float(0x7f800000)); }
+  template <class A>
+  __device__ A operator()(A a, A b) const {
+    return a < b || a != a ? a : b;
+  }
+  template <class A>
+  __device__ static A identity() {
+    return static_cast<A>(__int_as_float(0x7f800000));
+  }
 };
 
 /// Over groups of `kWidth` neighbouring lanes; every lane gets the result.
@@ -225,8 +254,8 @@ __device__ inline A warp_reduce(A x, Op op) {
   return x;
 }
 
-/// Over a one-dimensional block of kBlock threads (a power of two); every thread gets the result. With a warp or less,
-/// over each group of kBlock lanes.
+/// Over a one-dimensional block of kBlock threads (a power of two); every thread gets the result. With a warp
+/// or less, over each group of kBlock lanes.
 template <int kBlock, class A, class Op>
 __device__ inline A block_reduce(A x, Op op) {
   if constexpr (kBlock <= kWarp) {

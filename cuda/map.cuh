@@ -1,8 +1,9 @@
 #pragma once
 // Elementwise kernels over any strides: y[i] = f(x0[i], x1[i], ...) with broadcasting.
 //
-// The host orders and merges the axes (core/strided.h). Dense tensors are one axis and take the fast kernel; where the innermost axis is
-// contiguous, aligned and a multiple of 16 bytes a thread handles one vector, else single elements.
+// The host orders and merges the axes (core/strided.h). Dense tensors are one axis and take the fast kernel;
+// where the innermost axis is contiguous, aligned and a multiple of 16 bytes a thread handles one vector,
+// else single elements.
 
 #include <algorithm>
 #include <cstddef>
@@ -26,7 +27,8 @@ struct Layout {
   explicit Layout(const StridedPlan<N>& plan, int vector = 1) : rank(plan.rank) {
     for (int d = 0; d < rank; ++d) {
       const int axis = rank - 1 - d;
-      size[d] = FastDivisor(static_cast<std::uint32_t>(d == 0 ? plan.sizes[axis] / vector : plan.sizes[axis]));
+      size[d] =
+          FastDivisor(static_cast<std::uint32_t>(d == 0 ? plan.sizes[axis] / vector : plan.sizes[axis]));
       for (int k = 0; k < N; ++k) stride[k][d] = plan.strides[k][axis] * (d == 0 ? vector : 1);
     }
   }
@@ -46,14 +48,15 @@ struct Layout {
   }
 };
 
-/// Cuts the outermost axis of a plan in two, at a multiple of `vector` if it is the innermost too: `plan` keeps the first
-/// part, `rest` gets the other, which begins `begin[k]` elements later in operand k.
+/// Cuts the outermost axis of a plan in two, at a multiple of `vector` if it is the innermost too: `plan`
+/// keeps the first part, `rest` gets the other, which begins `begin[k]` elements later in operand k.
 template <int N>
 void split(StridedPlan<N>& plan, StridedPlan<N>& rest, int vector, std::int64_t (&begin)[N]) {
   int axis = 0;
   while (axis < plan.rank - 1 && plan.sizes[axis] == 1) ++axis;
   rest = plan;
-  const std::int64_t size = plan.sizes[axis], first = axis == plan.rank - 1 ? size / 2 / vector * vector : size / 2;
+  const std::int64_t size = plan.sizes[axis],
+                     first = axis == plan.rank - 1 ? size / 2 / vector * vector : size / 2;
   plan.sizes[axis] = first;
   rest.sizes[axis] = size - first;
   plan.numel = plan.numel / size * first;
@@ -84,7 +87,8 @@ __device__ inline void map_block(const F& f, Out* y, const In*... x, Batch<In, V
   }
 }
 
-// Dense operands. Bytes: every operand once; floor = bytes / bandwidth. All loads of a thread precede its first store.
+// Dense operands. Bytes: every operand once; floor = bytes / bandwidth. All loads of a thread precede its
+// first store.
 template <int V, int U, class F, class Out, class... In>
 __global__ void __launch_bounds__(kThreads) map_dense(F f, std::int64_t n, Out* y, const In*... x) {
   constexpr int kBlock = kThreads * V * U;
@@ -95,7 +99,8 @@ __global__ void __launch_bounds__(kThreads) map_dense(F f, std::int64_t n, Out* 
   } else {
     std::int64_t i = begin + threadIdx.x * V;
 #pragma unroll 1
-    for (; i + V <= n; i += kThreads * V) map_block<V, 1, F, Out, In...>(f, y + i, (x + i)..., Batch<In, V, 1>{}...);
+    for (; i + V <= n; i += kThreads * V)
+      map_block<V, 1, F, Out, In...>(f, y + i, (x + i)..., Batch<In, V, 1>{}...);
     i = n / V * V + threadIdx.x;
     if (i < n) y[i] = f(x[i]...);
   }
@@ -127,7 +132,8 @@ struct Units {
 };
 
 template <int V, int U, std::size_t... K, class F, class Out, class... In>
-__device__ inline void map_units(std::index_sequence<K...>, const F& f, const Layout<1 + sizeof...(In)>& layout,
+__device__ inline void map_units(std::index_sequence<K...>, const F& f,
+                                 const Layout<1 + sizeof...(In)>& layout,
                                  const Units<U, 1 + sizeof...(In)>& units, Out* y, const In*... x) {
   [&](Batch<In, V, U>... b) {
     (units.fetch(b, x, K, layout.stride[K][0] == 0), ...);
@@ -142,8 +148,8 @@ __device__ inline void map_units(std::index_sequence<K...>, const F& f, const La
   }(Batch<In, V, U>{}...);
 }
 
-// Any strides, broadcast operands. Bytes: every operand once as long as repeated reads hit a cache. All loads of a thread
-// precede its first store.
+// Any strides, broadcast operands. Bytes: every operand once as long as repeated reads hit a cache. All loads
+// of a thread precede its first store.
 template <int V, int U, class F, class Out, class... In>
 __global__ void __launch_bounds__(kThreads)
     map_strided(F f, Layout<1 + sizeof...(In)> layout, std::uint32_t units, Out* y, const In*... x) {
@@ -169,8 +175,8 @@ bool vectorizes(const StridedPlan<N>& plan, int k, const T* data, int vector) {
 }
 
 template <int V, int U, std::size_t... K, class F, class Out, class... In>
-void launch_strided(std::index_sequence<K...> inputs, CudaBackend& backend, const F& f, StridedPlan<1 + sizeof...(In)> plan,
-                    Out* y, const In*... x) {
+void launch_strided(std::index_sequence<K...> inputs, CudaBackend& backend, const F& f,
+                    StridedPlan<1 + sizeof...(In)> plan, Out* y, const In*... x) {
   constexpr int N = 1 + sizeof...(In);
   if (plan.numel / V >= kMaxUnits) {
     StridedPlan<N> rest;
@@ -182,22 +188,25 @@ void launch_strided(std::index_sequence<K...> inputs, CudaBackend& backend, cons
   }
   auto& counters = backend.counters;
   const std::int64_t units = plan.numel / V;
-  map_strided<V, U, F, Out, In...><<<static_cast<unsigned>(ceil_div(units, kThreads * U)), kThreads, 0, backend.stream()>>>(
-      f, Layout<N>(plan, V), static_cast<std::uint32_t>(units), y, x...);
+  map_strided<V, U, F, Out, In...>
+      <<<static_cast<unsigned>(ceil_div(units, kThreads * U)), kThreads, 0, backend.stream()>>>(
+          f, Layout<N>(plan, V), static_cast<std::uint32_t>(units), y, x...);
   MT_LAUNCHED();
 }
 
-/// Which kernels exist for a function: kStrided for dense tensors and any strides, kRows also for vectors along rows that
-/// are not dense as a whole, kElements only the one that takes single elements.
+/// Which kernels exist for a function: kStrided for dense tensors and any strides, kRows also for vectors
+/// along rows that are not dense as a whole, kElements only the one that takes single elements.
 enum class MapPaths { kElements, kStrided, kRows };
 
 /// y = f(x...) at the storage types Out and In...; the plan's operands are the inputs, then y.
 template <MapPaths kPaths, class F, class Out, class... In>
-void launch_map(CudaBackend& backend, const F& f, StridedPlan<1 + sizeof...(In)> plan, Out* y, const In*... x) {
+void launch_map(CudaBackend& backend, const F& f, StridedPlan<1 + sizeof...(In)> plan, Out* y,
+                const In*... x) {
   constexpr int N = 1 + sizeof...(In);
   constexpr int kSmallest = static_cast<int>(std::min({sizeof(Out), sizeof(In)...}));
   constexpr int kLargest = static_cast<int>(std::max({sizeof(Out), sizeof(In)...}));
-  constexpr bool kDouble = (std::is_same_v<Out, double> || ... || std::is_same_v<In, double>);  // rare: little code
+  constexpr bool kDouble =
+      (std::is_same_v<Out, double> || ... || std::is_same_v<In, double>);  // rare: little code
   constexpr int V = kDouble || kPaths == MapPaths::kElements ? 1 : std::min(16 / kSmallest, 32 / kLargest);
   if (plan.numel == 0) return;
   if (plan.rank == 0) {  // one element
@@ -213,7 +222,8 @@ void launch_map(CudaBackend& backend, const F& f, StridedPlan<1 + sizeof...(In)>
       constexpr int U = V >= 8 ? 2 : 4;
       auto& counters = backend.counters;
       map_dense<V, U, F, Out, In...>
-          <<<static_cast<unsigned>(ceil_div(plan.numel, kThreads * V * U)), kThreads, 0, backend.stream()>>>(f, plan.numel, y, x...);
+          <<<static_cast<unsigned>(ceil_div(plan.numel, kThreads * V * U)), kThreads, 0, backend.stream()>>>(
+              f, plan.numel, y, x...);
       MT_LAUNCHED();
       return;
     }
@@ -233,10 +243,14 @@ T* data_as(const Tensor& x) {
 template <class F>
 void visit_bits(DType dtype, F&& f) {
   switch (size_of(dtype)) {
-    case 8: return f.template operator()<std::uint64_t>();
-    case 4: return f.template operator()<std::uint32_t>();
-    case 2: return f.template operator()<std::uint16_t>();
-    default: return f.template operator()<std::uint8_t>();
+    case 8:
+      return f.template operator()<std::uint64_t>();
+    case 4:
+      return f.template operator()<std::uint32_t>();
+    case 2:
+      return f.template operator()<std::uint16_t>();
+    default:
+      return f.template operator()<std::uint8_t>();
   }
 }
 
@@ -244,8 +258,8 @@ void visit_bits(DType dtype, F&& f) {
 template <MapPaths kPaths, class Out, class... In, class F, class... Tensors>
 void map(CudaBackend& backend, const F& f, const Tensor& y, const Tensors&... x) {
   static_assert(sizeof...(In) == sizeof...(Tensors));
-  launch_map<kPaths, F, Out, In...>(backend, f, make_plan<1 + sizeof...(In)>(y.shape(), {&x..., &y}), data_as<Out>(y),
-                                    data_as<const In>(x)...);
+  launch_map<kPaths, F, Out, In...>(backend, f, make_plan<1 + sizeof...(In)>(y.shape(), {&x..., &y}),
+                                    data_as<Out>(y), data_as<const In>(x)...);
 }
 
 /// An op on compute types as a function on storage types.

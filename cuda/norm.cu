@@ -10,23 +10,25 @@ struct NormArguments {
   using A = compute_t<T>;
   const T *x, *residual;
   const A *w, *b;
-  A eps;
+  A eps, share;  // share: 1 / columns
   bool centred;  // layer norm
   T *sum, *y;
   A *mean, *rstd;
   std::int64_t rows, columns;
 };
 
-// Bytes: x (and residual) once, y (and sum) once; floor = those / bandwidth. A row stays in registers, so that mean and
-// variance are two exact passes. Squares are divided by the number of columns before they are added: no overflow at 1e18.
+// Bytes: x (and residual) once, y (and sum) once; floor = those / bandwidth. A row stays in registers, so
+// that mean and variance are two exact passes. Squares are divided by the number of columns before they are
+// added: no overflow at 1e18.
 template <int kGroup, int kItems, class T>
 __global__ void __launch_bounds__(kNormBlock<kGroup>) norm_kernel(NormArguments<T> p) {
   constexpr int V = kNormWidth;
-  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * (kNormBlock<kGroup> / kGroup) + threadIdx.x / kGroup;
+  const std::int64_t row =
+      static_cast<std::int64_t>(blockIdx.x) * (kNormBlock<kGroup> / kGroup) + threadIdx.x / kGroup;
   if (row >= p.rows) return;
   const int columns = static_cast<int>(p.columns), first = static_cast<int>(threadIdx.x % kGroup) * V;
   const std::int64_t base = row * p.columns;
-  Vec<T, V> in[kItems];
+  Vec<T, V> in[kItems] = {};  // zeros beyond the last column
 #pragma unroll
   for (int k = 0; k < kItems; ++k)
     if (const int i = first + k * kGroup * V; i < columns) in[k] = load<V>(p.x + base + i);
@@ -47,14 +49,13 @@ __global__ void __launch_bounds__(kNormBlock<kGroup>) norm_kernel(NormArguments<
   float total = 0;
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
-    const bool inside = first + k * kGroup * V < columns;
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      value[k][j] = inside ? widen(in[k].v[j]) : 0.0f;
+      value[k][j] = widen(in[k].v[j]);
       total += value[k][j];
     }
   }
-  const float share = 1.0f / static_cast<float>(columns);
+  const float share = p.share;
   const float mean = p.centred ? block_reduce<kGroup>(total, SumOp{}) * share : 0.0f;
   float variance = 0;
 #pragma unroll
@@ -66,7 +67,7 @@ __global__ void __launch_bounds__(kNormBlock<kGroup>) norm_kernel(NormArguments<
       variance += value[k][j] * share * value[k][j];
     }
   }
-  const float rstd = 1.0f / ::sqrtf(block_reduce<kGroup>(variance, SumOp{}) + p.eps);
+  const float rstd = ::rsqrtf(block_reduce<kGroup>(variance, SumOp{}) + p.eps);
   if (first == 0) {
     if (p.centred) p.mean[row] = mean;
     p.rstd[row] = rstd;
@@ -83,8 +84,8 @@ __global__ void __launch_bounds__(kNormBlock<kGroup>) norm_kernel(NormArguments<
   }
 }
 
-// Rows of any length: reads them three times, from a cache unless they are very long. Each thread meets the same
-// elements in every pass, so that it may read back what it wrote to `sum`.
+// Rows of any length: reads them three times, from a cache unless they are very long. Each thread meets the
+// same elements in every pass, so that it may read back what it wrote to `sum`.
 template <int kGroup, int V, class T>
 __global__ void __launch_bounds__(kThreads) norm_long_kernel(NormArguments<T> p) {
   using A = compute_t<T>;
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(kThreads) norm_long_kernel(NormArguments<T> p)
       store(p.sum + base + i, a);
     }
   }
-  const A share = A(1) / static_cast<A>(p.columns);
+  const A share = p.share;
   A mean = 0;
   if (p.centred) {
     for (std::int64_t i = first; i < p.columns; i += kGroup * V) {
@@ -137,16 +138,26 @@ __global__ void __launch_bounds__(kThreads) norm_long_kernel(NormArguments<T> p)
 
 }  // namespace
 
-void CudaBackend::norm(NormKind kind, const Tensor& x, const Tensor& residual, const Tensor& w, const Tensor& b, double eps,
-                       Tensor& sum, Tensor& y, Tensor& mean, Tensor& rstd) {
+void CudaBackend::norm(NormKind kind, const Tensor& x, const Tensor& residual, const Tensor& w,
+                       const Tensor& b, double eps, Tensor& sum, Tensor& y, Tensor& mean, Tensor& rstd) {
   const detail::OpRange range("norm");
   if (x.numel() == 0) return;
   visit_float<CudaTypes>("norm", x.dtype(), [&]<class T>() {
     using A = compute_t<T>;
     const std::int64_t columns = x.size(-1), rows = x.numel() / columns;
-    const NormArguments<T> p{data_or_null<T>(x), data_or_null<T>(residual), data_or_null<A>(w), data_or_null<A>(b),
-                             static_cast<A>(eps), kind == NormKind::layer, static_cast<T*>(sum.data()), static_cast<T*>(y.data()),
-                             static_cast<A*>(mean.data()), static_cast<A*>(rstd.data()), rows, columns};
+    const NormArguments<T> p{data_or_null<T>(x),
+                             data_or_null<T>(residual),
+                             data_or_null<A>(w),
+                             data_or_null<A>(b),
+                             static_cast<A>(eps),
+                             A(1) / static_cast<A>(columns),
+                             kind == NormKind::layer,
+                             static_cast<T*>(sum.data()),
+                             static_cast<T*>(y.data()),
+                             static_cast<A*>(mean.data()),
+                             static_cast<A*>(rstd.data()),
+                             rows,
+                             columns};
     const auto blocks = [&](int rows_a_block) { return static_cast<unsigned>(ceil_div(rows, rows_a_block)); };
     const bool vectors = columns % kNormWidth == 0 && aligned_alike(p.x, p.residual, p.w, p.b, p.sum, p.y);
     bool done = false;

@@ -47,18 +47,26 @@ __device__ inline Vec<A, V> parameter(const A* p, std::int64_t i, A otherwise) {
   return x;
 }
 
-/// f<kGroup, kItems>() such that kGroup threads hold a row in registers, kItems x kNormWidth columns each; a group is a
-/// warp or a block. False when the row is too long for that.
+/// f<kGroup, kItems>() such that kGroup threads hold a row in registers, kItems x kNormWidth columns each; a
+/// group is a warp or a block. False when the row is too long for that.
 template <class F>
-bool with_registers(std::int64_t columns, F&& f) {
-  if (columns <= 256) f.template operator()<kWarp, 1>();
-  else if (columns <= 512) f.template operator()<kWarp, 2>();
-  else if (columns <= 768) f.template operator()<kWarp, 3>();
-  else if (columns <= 1024) f.template operator()<128, 1>();
-  else if (columns <= 2048) f.template operator()<256, 1>();
-  else if (columns <= 4096) f.template operator()<512, 1>();
-  else if (columns <= 8192) f.template operator()<512, 2>();
-  else return false;
+bool with_registers(std::int64_t columns, const F& f) {
+  if (columns <= 256)
+    f.template operator()<kWarp, 1>();
+  else if (columns <= 512)
+    f.template operator()<kWarp, 2>();
+  else if (columns <= 768)
+    f.template operator()<kWarp, 3>();
+  else if (columns <= 1024)
+    f.template operator()<128, 1>();
+  else if (columns <= 2048)
+    f.template operator()<256, 1>();
+  else if (columns <= 4096)
+    f.template operator()<512, 1>();
+  else if (columns <= 8192)
+    f.template operator()<512, 2>();
+  else
+    return false;
   return true;
 }
 template <int kGroup>

@@ -1,5 +1,5 @@
-// Gradients of layer and RMS norm: gx = rstd (g w - mean(g w) - xhat mean(g w xhat)) (+ g_sum), gw = sum g xhat,
-// gb = sum g, the last two as partial sums of each block and then over the blocks, in a fixed order.
+// Gradients of layer and RMS norm: gx = rstd (g w - mean(g w) - xhat mean(g w xhat)) (+ g_sum), gw = sum g
+// xhat, gb = sum g, the last two as partial sums of each block and then over the blocks, in a fixed order.
 #include "cuda/norm.cuh"
 
 namespace mantissa {
@@ -16,7 +16,8 @@ struct NormGradArguments {
   __device__ A mean_of(std::int64_t row) const { return mean != nullptr ? mean[row] : A(0); }
 };
 
-/// Blocks of norm_grad_kernel on a multiprocessor: what its registers allow, and few, as each writes partial sums.
+/// Blocks of norm_grad_kernel on a multiprocessor: what its registers allow, and few, as each writes partial
+/// sums.
 constexpr int norm_grad_occupancy(int group, int items) {
   if (group == kWarp) return items == 1 ? 4 : 2;
   return group == 128 ? 4 : group == 256 ? 3 : items == 1 ? 2 : 1;
@@ -28,11 +29,12 @@ constexpr std::size_t norm_grad_memory() {
   return 4 * kItems * kNormBlock<kGroup> * sizeof(Vec<T, kNormWidth>);
 }
 
-// Bytes: g, x (and g_sum) read once, gx written once; floor = those / bandwidth. The blocks stay and walk over the rows, so
-// that each thread keeps the sums for gw and gb of its columns in registers; it copies its part of the next row to shared
-// memory meanwhile, where no other thread looks.
+// Bytes: g, x (and g_sum) read once, gx written once; floor = those / bandwidth. The blocks stay and walk
+// over the rows, so that each thread keeps the sums for gw and gb of its columns in registers; it copies its
+// part of the next row to shared memory meanwhile, where no other thread looks.
 template <int kGroup, int kItems, class T>
-__global__ void __launch_bounds__(kNormBlock<kGroup>, norm_grad_occupancy(kGroup, kItems)) norm_grad_kernel(NormGradArguments<T> p) {
+__global__ void __launch_bounds__(kNormBlock<kGroup>, norm_grad_occupancy(kGroup, kItems))
+    norm_grad_kernel(NormGradArguments<T> p) {
   constexpr int V = kNormWidth, kBlock = kNormBlock<kGroup>, kRows = kBlock / kGroup, kStep = kGroup * V;
   using Part = Vec<T, V>;
   extern __shared__ __align__(16) unsigned char memory[];
@@ -162,7 +164,8 @@ __global__ void __launch_bounds__(kThreads) norm_grad_long_kernel(NormGradArgume
   total = block_sum<kGroup>(total);
   const A shift = p.mean != nullptr ? total.first * share : A(0), slope = total.second * share;
   for (std::int64_t i = first; i < p.columns; i += kGroup) {
-    const A aw = widen(p.g[base + i]) * (p.w != nullptr ? p.w[i] : A(1)), xhat = (widen(p.x[base + i]) - mean) * rstd;
+    const A aw = widen(p.g[base + i]) * (p.w != nullptr ? p.w[i] : A(1)),
+            xhat = (widen(p.x[base + i]) - mean) * rstd;
     A value = rstd * (aw - shift - xhat * slope);
     if (p.g_sum != nullptr) value += widen(p.g_sum[base + i]);
     p.gx[base + i] = convert<T>(value);
@@ -185,14 +188,16 @@ __device__ inline A sum_of_warps(A x) {
   return total;
 }
 
-// The partial sums for gw and gb of the rows blockIdx.y, blockIdx.y + gridDim.y, ... (times kColumnRows): g and x once more.
+// The partial sums for gw and gb of the rows blockIdx.y, blockIdx.y + gridDim.y, ... (times kColumnRows): g
+// and x once more.
 template <class T>
 __global__ void __launch_bounds__(kColumnThreads) column_partials_kernel(NormGradArguments<T> p) {
   using A = compute_t<T>;
   const std::int64_t c = static_cast<std::int64_t>(blockIdx.x) * kWarp + threadIdx.x;
   A sum_w = 0, sum_b = 0;
   const std::int64_t step = static_cast<std::int64_t>(gridDim.y) * kColumnRows;
-  for (std::int64_t row = static_cast<std::int64_t>(blockIdx.y) * kColumnRows + threadIdx.y; c < p.columns && row < p.rows; row += step) {
+  for (std::int64_t row = static_cast<std::int64_t>(blockIdx.y) * kColumnRows + threadIdx.y;
+       c < p.columns && row < p.rows; row += step) {
     const A a = widen(p.g[row * p.columns + c]);
     sum_w += a * ((widen(p.x[row * p.columns + c]) - p.mean_of(row)) * p.rstd[row]);
     sum_b += a;
@@ -207,7 +212,8 @@ __global__ void __launch_bounds__(kColumnThreads) column_partials_kernel(NormGra
 // gw (blockIdx.y = 0) and gb (1) from the partial sums of `blocks` blocks.
 template <class A>
 __global__ void __launch_bounds__(kColumnThreads)
-    column_sums_kernel(const A* partial_w, const A* partial_b, int blocks, std::int64_t columns, bool accumulate, A* gw, A* gb) {
+    column_sums_kernel(const A* partial_w, const A* partial_b, int blocks, std::int64_t columns,
+                       bool accumulate, A* gw, A* gb) {
   const A* partial = blockIdx.y == 0 ? partial_w : partial_b;
   A* target = blockIdx.y == 0 ? gw : gb;
   if (target == nullptr) return;
@@ -222,8 +228,9 @@ __global__ void __launch_bounds__(kColumnThreads)
 
 }  // namespace
 
-void CudaBackend::norm_grad(NormKind kind, const Tensor& g, const Tensor& g_sum, const Tensor& x, const Tensor& w,
-                            const Tensor& mean, const Tensor& rstd, bool accumulate, Tensor& gx, Tensor& gw, Tensor& gb) {
+void CudaBackend::norm_grad(NormKind kind, const Tensor& g, const Tensor& g_sum, const Tensor& x,
+                            const Tensor& w, const Tensor& mean, const Tensor& rstd, bool accumulate,
+                            Tensor& gx, Tensor& gw, Tensor& gb) {
   const detail::OpRange range("norm_grad");
   const std::int64_t columns = x.size(-1), rows = columns > 0 ? x.numel() / columns : 0;
   if (columns == 0) return;
@@ -231,36 +238,47 @@ void CudaBackend::norm_grad(NormKind kind, const Tensor& g, const Tensor& g_sum,
   const std::int64_t processors = properties_.multiProcessorCount, most_blocks = 4 * processors;
   visit_float<CudaTypes>("norm_grad", x.dtype(), [&]<class T>() {
     using A = compute_t<T>;
-    const Tensor scratch = workspace(sums ? 2 * static_cast<std::size_t>(most_blocks * columns) * sizeof(A) : 0);
+    const Tensor scratch =
+        workspace(sums ? 2 * static_cast<std::size_t>(most_blocks * columns) * sizeof(A) : 0);
     auto* partial = static_cast<A*>(scratch.data());
-    NormGradArguments<T> p{data_or_null<T>(g), data_or_null<T>(g_sum), data_or_null<T>(x), data_or_null<A>(w),
-                           kind == NormKind::layer ? data_or_null<A>(mean) : nullptr, data_or_null<A>(rstd),
-                           static_cast<T*>(gx.data()), gw.defined() ? partial : nullptr,
-                           gb.defined() ? partial + most_blocks * columns : nullptr, rows, columns};
+    NormGradArguments<T> p{data_or_null<T>(g),
+                           data_or_null<T>(g_sum),
+                           data_or_null<T>(x),
+                           data_or_null<A>(w),
+                           kind == NormKind::layer ? data_or_null<A>(mean) : nullptr,
+                           data_or_null<A>(rstd),
+                           static_cast<T*>(gx.data()),
+                           gw.defined() ? partial : nullptr,
+                           gb.defined() ? partial + most_blocks * columns : nullptr,
+                           rows,
+                           columns};
     std::int64_t blocks = 0;  // that wrote partial sums
     bool done = rows == 0;
     if constexpr (!std::is_same_v<T, double>) {
       const bool vectors = columns % kNormWidth == 0 && aligned_alike(p.g, p.g_sum, p.x, p.w, p.gx);
       if (!done && vectors) {
-        bool fits = true;
-        done = with_registers(columns, [&]<int kGroup, int kItems>() {
+        const auto run = [&]<int kGroup, int kItems>() {
           constexpr int kBlock = kNormBlock<kGroup>;
           constexpr std::size_t kMemory = norm_grad_memory<T, kGroup, kItems>();
-          fits = kMemory <= properties_.sharedMemPerBlockOptin;
-          if (!fits) return;
-          blocks = std::min(norm_grad_occupancy(kGroup, kItems) * processors, ceil_div(rows, kBlock / kGroup));
+          done = kMemory <= properties_.sharedMemPerBlockOptin;
+          if (!done) return;
+          blocks =
+              std::min(norm_grad_occupancy(kGroup, kItems) * processors, ceil_div(rows, kBlock / kGroup));
+          const auto kernel = norm_grad_kernel<kGroup, kItems, T>;
           if (kMemory > std::size_t{48} << 10)
-            MT_CUDA_CHECK(cudaFuncSetAttribute(norm_grad_kernel<kGroup, kItems, T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kMemory));
-          norm_grad_kernel<kGroup, kItems><<<static_cast<unsigned>(blocks), kBlock, kMemory, stream()>>>(p);
+            MT_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMemory));
+          kernel<<<static_cast<unsigned>(blocks), kBlock, kMemory, stream()>>>(p);
           MT_LAUNCHED();
-        }) && fits;
+        };
+        with_registers(columns, run);
       }
     }
     if (!done) {
       if (columns > 1024) {
         norm_grad_long_kernel<kThreads><<<static_cast<unsigned>(rows), kThreads, 0, stream()>>>(p);
       } else {
-        norm_grad_long_kernel<kWarp><<<static_cast<unsigned>(ceil_div(rows, kThreads / kWarp)), kThreads, 0, stream()>>>(p);
+        norm_grad_long_kernel<kWarp>
+            <<<static_cast<unsigned>(ceil_div(rows, kThreads / kWarp)), kThreads, 0, stream()>>>(p);
       }
       MT_LAUNCHED();
     }
@@ -272,9 +290,10 @@ void CudaBackend::norm_grad(NormKind kind, const Tensor& g, const Tensor& g_sum,
       column_partials_kernel<<<dim3(tiles, static_cast<unsigned>(blocks)), block, 0, stream()>>>(p);
       MT_LAUNCHED();
     }
-    column_sums_kernel<<<dim3(tiles, 2), block, 0, stream()>>>(static_cast<const A*>(partial), static_cast<const A*>(partial + most_blocks * columns),
-                                                               static_cast<int>(blocks), columns, accumulate, static_cast<A*>(gw.data()),
-                                                               static_cast<A*>(gb.data()));
+    column_sums_kernel<<<dim3(tiles, 2), block, 0, stream()>>>(
+        static_cast<const A*>(partial), static_cast<const A*>(partial + most_blocks * columns),
+        static_cast<int>(blocks), columns, accumulate, static_cast<A*>(gw.data()),
+        static_cast<A*>(gb.data()));
     MT_LAUNCHED();
   });
 }

@@ -16,13 +16,15 @@ struct Dropout {
   __device__ void drop(std::int64_t quad, A (&x)[V], int first = 0) const {
     const Philox4 bits = philox(state.seed, state.offset + static_cast<std::uint64_t>(quad));
 #pragma unroll
-    for (int j = 0; j < 4; ++j) x[first + j] = uniform_from_bits(bits.lane[j]) >= p ? x[first + j] * factor : A(0);
+    for (int j = 0; j < 4; ++j)
+      x[first + j] = uniform_from_bits(bits.lane[j]) >= p ? x[first + j] * factor : A(0);
   }
 };
 
 // Bytes: x and y once; floor = those / bandwidth. Two blocks of random numbers a thread.
 template <class T>
-__global__ void __launch_bounds__(kThreads) dropout_kernel(Dropout<compute_t<T>> f, std::int64_t n, const T* x, T* y) {
+__global__ void __launch_bounds__(kThreads)
+    dropout_kernel(Dropout<compute_t<T>> f, std::int64_t n, const T* x, T* y) {
   constexpr int V = 8;
   const std::int64_t i = (static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x) * V;
   if (i >= n) return;
@@ -50,7 +52,8 @@ __global__ void __launch_bounds__(kThreads) dropout_kernel(Dropout<compute_t<T>>
 // Any strides: four elements a thread.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    dropout_strided_kernel(Dropout<compute_t<T>> f, std::int64_t n, const T* x, T* y, RowMajor x_at, RowMajor y_at) {
+    dropout_strided_kernel(Dropout<compute_t<T>> f, std::int64_t n, const T* x, T* y, RowMajor x_at,
+                           RowMajor y_at) {
   const std::int64_t quad = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (quad * 4 >= n) return;
   compute_t<T> value[4];
@@ -73,7 +76,8 @@ __device__ inline void normal_pair(std::uint32_t bits0, std::uint32_t bits1, dou
 
 // Bytes: y once, but the arithmetic costs more: f64 as on the CPU, so that both draw the same values.
 template <class T, RandomKind kKind>
-__global__ void __launch_bounds__(kThreads) random_kernel(double a, double b, PhiloxState state, std::int64_t n, T* y) {
+__global__ void __launch_bounds__(kThreads)
+    random_kernel(double a, double b, PhiloxState state, std::int64_t n, T* y) {
   const std::int64_t quad = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (quad * 4 >= n) return;
   const Philox4 bits = philox(state.seed, state.offset + static_cast<std::uint64_t>(quad));
@@ -107,10 +111,11 @@ void CudaBackend::dropout(const Tensor& x, double p, PhiloxState state, Tensor& 
     const auto* from = static_cast<const T*>(x.data());
     auto* to = static_cast<T*>(y.data());
     if (x.is_contiguous() && y.is_contiguous() && aligned_alike(from, to)) {
-      dropout_kernel<<<static_cast<unsigned>(ceil_div(n, kThreads * 8)), kThreads, 0, stream()>>>(f, n, from, to);
+      dropout_kernel<<<static_cast<unsigned>(ceil_div(n, kThreads * 8)), kThreads, 0, stream()>>>(f, n, from,
+                                                                                                  to);
     } else {
-      dropout_strided_kernel<<<static_cast<unsigned>(ceil_div(n, kThreads * 4)), kThreads, 0, stream()>>>(f, n, from, to, RowMajor(x),
-                                                                                                          RowMajor(y));
+      dropout_strided_kernel<<<static_cast<unsigned>(ceil_div(n, kThreads * 4)), kThreads, 0, stream()>>>(
+          f, n, from, to, RowMajor(x), RowMajor(y));
     }
     MT_LAUNCHED();
   });
@@ -124,9 +129,15 @@ void CudaBackend::random(RandomKind kind, double a, double b, PhiloxState state,
   visit_float<CudaTypes>("random", y.dtype(), [&]<class T>() {
     auto* to = static_cast<T*>(y.data());
     switch (kind) {
-      case RandomKind::uniform: random_kernel<T, RandomKind::uniform><<<blocks, kThreads, 0, stream()>>>(a, b, state, n, to); break;
-      case RandomKind::normal: random_kernel<T, RandomKind::normal><<<blocks, kThreads, 0, stream()>>>(a, b, state, n, to); break;
-      case RandomKind::bernoulli: random_kernel<T, RandomKind::bernoulli><<<blocks, kThreads, 0, stream()>>>(a, b, state, n, to); break;
+      case RandomKind::uniform:
+        random_kernel<T, RandomKind::uniform><<<blocks, kThreads, 0, stream()>>>(a, b, state, n, to);
+        break;
+      case RandomKind::normal:
+        random_kernel<T, RandomKind::normal><<<blocks, kThreads, 0, stream()>>>(a, b, state, n, to);
+        break;
+      case RandomKind::bernoulli:
+        random_kernel<T, RandomKind::bernoulli><<<blocks, kThreads, 0, stream()>>>(a, b, state, n, to);
+        break;
     }
     MT_LAUNCHED();
   });

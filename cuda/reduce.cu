@@ -1,8 +1,9 @@
 // Sum, mean, maximum and minimum over any set of axes.
 //
-// Where the innermost axis is reduced, a warp or block walks along the elements of each result; where it is kept, each
-// thread walks across them for a few neighbouring results. Few results: the elements are split among blocks, whose
-// partial results a second launch combines. The split depends on the shape alone, so results are deterministic.
+// Where the innermost axis is reduced, a warp or block walks along the elements of each result; where it is
+// kept, each thread walks across them for a few neighbouring results. Few results: the elements are split
+// among blocks, whose partial results a second launch combines. The split depends on the shape alone, so
+// results are deterministic.
 #include "core/strided.h"
 #include "cuda/cuda_backend.h"
 #include "cuda/cuda_check.h"
@@ -28,10 +29,14 @@ struct Target {
     value /= divisor;
     const std::int64_t i = at(result);
     switch (dtype) {
-      case DType::f64: return put(static_cast<double*>(y) + i, value);
-      case DType::f32: return put(static_cast<float*>(y) + i, value);
-      case DType::f16: return put(static_cast<__half*>(y) + i, value);
-      default: return put(static_cast<__nv_bfloat16*>(y) + i, value);
+      case DType::f64:
+        return put(static_cast<double*>(y) + i, value);
+      case DType::f32:
+        return put(static_cast<float*>(y) + i, value);
+      case DType::f16:
+        return put(static_cast<__half*>(y) + i, value);
+      default:
+        return put(static_cast<__nv_bfloat16*>(y) + i, value);
     }
   }
 };
@@ -42,11 +47,13 @@ struct Work {
   RowMajor base, element;  // offset of a result's first element, and of its elements from there
 };
 
-// Bytes: x once; floor = those / bandwidth. kRun: the elements of a result lie side by side, so that vectors are read.
+// Bytes: x once; floor = those / bandwidth. kRun: the elements of a result lie side by side, so that vectors
+// are read.
 template <class Op, int kGroup, bool kRun, class T>
 __global__ void __launch_bounds__(kThreads) along_kernel(Work work, const T* x, Target<compute_t<T>> target) {
   using A = compute_t<T>;
-  const std::int64_t result = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kGroup) + threadIdx.x / kGroup;
+  const std::int64_t result =
+      static_cast<std::int64_t>(blockIdx.x) * (kThreads / kGroup) + threadIdx.x / kGroup;
   if (result >= work.results) return;
   const Op op;
   const int thread = threadIdx.x % kGroup;
@@ -66,8 +73,8 @@ __global__ void __launch_bounds__(kThreads) along_kernel(Work work, const T* x, 
   if (thread == 0) target.write(result * gridDim.y + blockIdx.y, total);
 }
 
-// Bytes: x once; floor = those / bandwidth. threadIdx.x: neighbouring results, V a thread; threadIdx.y and blockIdx.y: their
-// elements.
+// Bytes: x once; floor = those / bandwidth. threadIdx.x: neighbouring results, V a thread; threadIdx.y and
+// blockIdx.y: their elements.
 template <class Op, int V, class T>
 __global__ void __launch_bounds__(512) across_kernel(Work work, const T* x, Target<compute_t<T>> target) {
   using A = compute_t<T>;
@@ -102,7 +109,8 @@ __global__ void __launch_bounds__(512) across_kernel(Work work, const T* x, Targ
   for (int row = threadIdx.y; row < V; row += blockDim.y) {  // one of the V results of each unit
     if (!inside) continue;
     A sum = shared[row * blockDim.x + threadIdx.x];
-    for (int r = 1; r < static_cast<int>(blockDim.y); ++r) sum = op(sum, shared[(r * V + row) * blockDim.x + threadIdx.x]);
+    for (int r = 1; r < static_cast<int>(blockDim.y); ++r)
+      sum = op(sum, shared[(r * V + row) * blockDim.x + threadIdx.x]);
     target.write(blockIdx.y * work.results + unit * V + row, sum);
   }
 }
@@ -113,7 +121,12 @@ constexpr DType dtype_for = std::is_same_v<A, double> ? DType::f64 : DType::f32;
 class Reduction {
  public:
   Reduction(CudaBackend& backend, const Tensor& x, bool accumulate, double divisor, Tensor& y)
-      : backend_(backend), counters(backend.counters), accumulate_(accumulate), divisor_(divisor), y_(y), x_(x) {
+      : backend_(backend),
+        counters(backend.counters),
+        accumulate_(accumulate),
+        divisor_(divisor),
+        y_(y),
+        x_(x) {
     const auto plan = make_plan<2>(x.shape(), {&y, &x});
     for (int d = 0; d < plan.rank; ++d) {
       if (plan.strides[0][d] == 0) {
@@ -154,8 +167,10 @@ class Reduction {
   }
 
   template <class Op, int kGroup, class T>
-  void launch_along(const Work& work, bool run, const T* x, const Target<compute_t<T>>& target, std::int64_t parts) {
-    const dim3 grid(static_cast<unsigned>(ceil_div(work.results, kThreads / kGroup)), static_cast<unsigned>(parts));
+  void launch_along(const Work& work, bool run, const T* x, const Target<compute_t<T>>& target,
+                    std::int64_t parts) {
+    const dim3 grid(static_cast<unsigned>(ceil_div(work.results, kThreads / kGroup)),
+                    static_cast<unsigned>(parts));
     if (run) {
       along_kernel<Op, kGroup, true><<<grid, kThreads, 0, backend_.stream()>>>(work, x, target);
     } else {
@@ -189,13 +204,16 @@ class Reduction {
   }
 
   template <class Op, int V, class T>
-  void launch_across(const Work& work, int rows, const T* x, const Target<compute_t<T>>& target, std::int64_t parts) {
+  void launch_across(const Work& work, int rows, const T* x, const Target<compute_t<T>>& target,
+                     std::int64_t parts) {
     const std::int64_t units = work.results / V;
     unsigned width = 1, height = 1;
     while (width < kWarp && width < units) width *= 2;
     while (height * 2 * width <= static_cast<unsigned>(rows * kWarp) && height < work.part) height *= 2;
     const dim3 grid(static_cast<unsigned>(ceil_div(units, width)), static_cast<unsigned>(parts));
-    across_kernel<Op, V><<<grid, dim3(width, height), width * height * V * sizeof(compute_t<T>), backend_.stream()>>>(work, x, target);
+    across_kernel<Op, V>
+        <<<grid, dim3(width, height), width * height * V * sizeof(compute_t<T>), backend_.stream()>>>(work, x,
+                                                                                                      target);
     MT_LAUNCHED();
   }
 
@@ -204,7 +222,8 @@ class Reduction {
     constexpr int V = kVector<T>;
     const RowMajor& kept = work_.base;
     const int inner = kept.rank - 1;
-    bool vectors = kept.stride[inner] == 1 && kept.size[inner] % V == 0 && reinterpret_cast<std::uintptr_t>(x_.data()) % 16 == 0;
+    bool vectors = kept.stride[inner] == 1 && kept.size[inner] % V == 0 &&
+                   reinterpret_cast<std::uintptr_t>(x_.data()) % 16 == 0;
     for (int d = 0; d < inner; ++d) vectors = vectors && kept.stride[d] % V == 0;
     for (int d = 0; d < work_.element.rank; ++d) vectors = vectors && work_.element.stride[d] % V == 0;
     vectors ? across_with<Op, V, T>() : across_with<Op, 1, T>();
@@ -216,7 +235,8 @@ class Reduction {
     const auto* x = static_cast<const T*>(x_.data());
     const std::int64_t blocks = ceil_div(work_.results / V, kWarp);
     const std::int64_t wanted = ceil_div(4 * backend_.properties().multiProcessorCount, blocks);
-    const std::int64_t parts = std::max<std::int64_t>(1, std::min({wanted, work_.count / kPartRows, std::int64_t{65535}}));
+    const std::int64_t parts =
+        std::max<std::int64_t>(1, std::min({wanted, work_.count / kPartRows, std::int64_t{65535}}));
     work_.part = ceil_div(work_.count, parts);
     const std::int64_t used = ceil_div(work_.count, work_.part);
     if (used == 1) return launch_across<Op, V>(work_, 8, x, target<A>(), 1);
@@ -236,7 +256,7 @@ class Reduction {
   BackendCounters& counters;  // named as MT_LAUNCHED expects
   bool accumulate_;
   double divisor_;
-  Tensor &y_;
+  Tensor& y_;
   const Tensor& x_;
   Work work_{};
   RowMajor y_at_;
@@ -259,9 +279,12 @@ void CudaBackend::reduce(ReduceOp op, const Tensor& x, bool accumulate, Tensor& 
   visit_float<CudaTypes>("reduce", x.dtype(), [&]<class T>() {
     switch (op) {
       case ReduceOp::sum:
-      case ReduceOp::mean: return reduction.run<SumOp, T>();
-      case ReduceOp::max: return reduction.run<MaxOp, T>();
-      case ReduceOp::min: return reduction.run<MinOp, T>();
+      case ReduceOp::mean:
+        return reduction.run<SumOp, T>();
+      case ReduceOp::max:
+        return reduction.run<MaxOp, T>();
+      case ReduceOp::min:
+        return reduction.run<MinOp, T>();
     }
   });
 }

@@ -27,7 +27,8 @@ struct RowMajor {
   void finish() {
     if (rank == 0) push(1, 0);
     small = count() < kMaxUnits;
-    for (int d = 0; small && d < rank; ++d) divisor[d] = FastDivisor(static_cast<std::uint32_t>(size[d] > 0 ? size[d] : 1));
+    for (int d = 0; small && d < rank; ++d)
+      divisor[d] = FastDivisor(static_cast<std::uint32_t>(size[d] > 0 ? size[d] : 1));
   }
   std::int64_t count() const {
     std::int64_t n = 1;

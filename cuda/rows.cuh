@@ -7,7 +7,8 @@
 
 namespace mantissa {
 
-/// exp for values that a 16-bit type held: one multiplication and one instruction, relative error below 2^-22 |x|.
+/// exp for values that a 16-bit type held: one multiplication and one instruction, relative error below 2^-22
+/// |x|.
 __device__ inline float exp_of_16_bit(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
@@ -25,8 +26,8 @@ __device__ inline compute_t<T> exp_for(compute_t<T> x) {
   }
 }
 
-/// sum of exp(x - max) with the maximum so far (Milakov and Gimelshein 2018). The maximum starts at the lowest finite
-/// value, so that -inf adds 0 and NaN, or inf, makes the sum NaN.
+/// sum of exp(x - max) with the maximum so far (Milakov and Gimelshein 2018). The maximum starts at the
+/// lowest finite value, so that -inf adds 0 and NaN, or inf, makes the sum NaN.
 template <class T>
 struct OnlineSum {
   using A = compute_t<T>;
@@ -57,8 +58,10 @@ struct OnlineSum {
 
  private:
   __device__ static A larger(A a, A b) {  // skips NaN; the sum meets it
-    if constexpr (std::is_same_v<A, double>) return ::fmax(a, b);
-    else return ::fmaxf(a, b);
+    if constexpr (std::is_same_v<A, double>)
+      return ::fmax(a, b);
+    else
+      return ::fmaxf(a, b);
   }
   struct Larger {
     __device__ A operator()(A a, A b) const { return larger(a, b); }

@@ -10,7 +10,8 @@ namespace {
 template <int kGroup>
 inline constexpr int kBlockOf = kGroup < kThreads ? kThreads : kGroup;
 
-// Two reads (the second from a cache for all but the longest rows) and one write; floor = (x + y bytes) / bandwidth.
+// Two reads (the second from a cache for all but the longest rows) and one write; floor = (x + y bytes) /
+// bandwidth.
 template <int kGroup, int V, class T, class Out>
 __global__ void __launch_bounds__(kBlockOf<kGroup>)
     softmax_kernel(const T* x, Out* y, std::int64_t rows, std::int64_t columns, bool log) {
@@ -95,7 +96,8 @@ void CudaBackend::softmax(const Tensor& x, bool log, Tensor& y) {
       const auto* from = static_cast<const T*>(x.data());
       auto* to = static_cast<Out*>(y.data());
       with_group<T>(columns, aligned_alike(from, to), [&]<int kGroup, int V>() {
-        softmax_kernel<kGroup, V><<<blocks_for<kGroup>(rows), kBlockOf<kGroup>, 0, stream()>>>(from, to, rows, columns, log);
+        softmax_kernel<kGroup, V>
+            <<<blocks_for<kGroup>(rows), kBlockOf<kGroup>, 0, stream()>>>(from, to, rows, columns, log);
         MT_LAUNCHED();
       });
     };
@@ -113,7 +115,8 @@ void CudaBackend::softmax_grad(const Tensor& g, const Tensor& y, bool log, Tenso
     const auto *grad = static_cast<const T*>(g.data()), *output = static_cast<const T*>(y.data());
     auto* to = static_cast<T*>(gx.data());
     with_group<T>(columns, aligned_alike(grad, output, to), [&]<int kGroup, int V>() {
-      softmax_grad_kernel<kGroup, V><<<blocks_for<kGroup>(rows), kBlockOf<kGroup>, 0, stream()>>>(grad, output, to, rows, columns, log);
+      softmax_grad_kernel<kGroup, V>
+          <<<blocks_for<kGroup>(rows), kBlockOf<kGroup>, 0, stream()>>>(grad, output, to, rows, columns, log);
       MT_LAUNCHED();
     });
   });
