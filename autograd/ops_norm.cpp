@@ -12,16 +12,14 @@ constexpr OpInfo kSoftmax{"softmax", Cast::full}, kLogSoftmax{"log_softmax", Cas
     kBatchNorm{"batch_norm", Cast::keep};
 constexpr OpInfo kTable[] = {kSoftmax, kLogSoftmax, kLayerNorm, kRmsNorm, kAddLayerNorm, kAddRmsNorm, kBatchNorm};
 
-Tensor softmax_last(const OpInfo& op, const Tensor& x, bool log) {
-  const Tensor data = contiguous_data(x);
-  // The kernel widens as it reads: same bits as the cast that the rule asks for, then softmax.
-  const bool widened = autocast_state().enabled && is_low_precision(x.dtype());
-  Tensor y = empty(x.shape(), {widened ? DType::f32 : x.dtype(), x.device()});
-  backend(x).softmax(data, log, y);
-  return record(op, y, {x}, [y = save(y), log, dtype = x.dtype()](Grads g, GradOut& out) {
+Tensor softmax_last(const OpInfo& op, const Tensor& input, bool log) {
+  const Tensor x = autocast(op.cast, input);
+  Tensor y = empty(x.shape(), {x.dtype(), x.device()});
+  backend(x).softmax(contiguous_data(x), log, y);
+  return record(op, y, {x}, [y = save(y), log](Grads g, GradOut& out) {
     Tensor gx = empty_like(y.get());
     backend(gx).softmax_grad(contiguous_data(g[0]), y.get(), log, gx);
-    out.set(0, gx.to(dtype));
+    out.set(0, gx);
   });
 }
 

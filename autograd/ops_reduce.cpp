@@ -29,18 +29,17 @@ Tensor drop_axes(const char* op, const Tensor& y, const std::vector<int>& axes) 
   return y.reshape(shape);
 }
 
-// The rule is `full`, but the kernel widens as it reads, so that no cast runs: same bits as cast, then reduce.
-Tensor reduce(const OpInfo& op, ReduceOp kind, const Tensor& x, const std::vector<int>& axes, bool keepdims) {
-  check_float(op.name, x);
+Tensor reduce(const OpInfo& op, ReduceOp kind, const Tensor& input, const std::vector<int>& axes, bool keepdims) {
+  check_float(op.name, input);
+  const Tensor x = autocast(op.cast, input);
   const Shape kept = reduced_shape(op.name, x, axes);
   const std::int64_t outputs = numel(kept), count = outputs > 0 ? x.numel() / outputs : 0;
-  const bool widened = autocast_state().enabled && is_low_precision(x.dtype());
-  Tensor y = empty(kept, {widened ? DType::f32 : x.dtype(), x.device()});
+  Tensor y = empty(kept, {x.dtype(), x.device()});
   backend(x).reduce(kind, x, false, y);
-  y = record(op, y, {x}, [shape = x.shape(), dtype = x.dtype(), kind, count](Grads g, GradOut& out) {
+  y = record(op, y, {x}, [shape = x.shape(), kind, count](Grads g, GradOut& out) {
     Tensor gx = g[0];
     if (kind == ReduceOp::mean) gx = gx * (1.0 / static_cast<double>(count));
-    out.set(0, gx.to(dtype).expand(shape));
+    out.set(0, gx.expand(shape));
   });
   return keepdims ? y : drop_axes(op.name, y, axes);
 }

@@ -89,8 +89,9 @@ void GPT::visit(Visitor& v) {
 Tensor GPT::operator()(const Tensor& ids) const {
   MT_CHECK(ShapeError, ids.rank() == 2 && ids.size(1) <= options.context, "GPT: expected tokens [batch, length <= ", options.context, "], got ", ids);
   const auto drop = [&](const Tensor& x) { return dropout(x, options.dropout, training()); };
-  const Tensor places = positions(arange(ids.size(1), {DType::i64, ids.device()}));
-  Tensor residual = drop(tokens(ids) + places);
+  // Made once: an upload in every step would wait for the device.
+  if (!places_.defined() || places_.device() != ids.device()) places_ = arange(options.context, {DType::i64, ids.device()});
+  Tensor residual = drop(tokens(ids) + positions(places_.slice(0, 0, ids.size(1))));
   Tensor x = blocks[0].norm1(residual);
   for (std::size_t i = 0; i < blocks.size(); ++i) {
     const Block& block = blocks[i];

@@ -64,6 +64,9 @@ struct GPT : Module {
   Embedding tokens, positions;
   std::vector<Block> blocks;
   LayerNorm norm;
+
+ private:
+  mutable Tensor places_;  // 0, 1, ..., context - 1
 };
 
 }  // namespace mantissa::nn

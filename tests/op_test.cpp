@@ -142,6 +142,7 @@ TEST_P(OpTableOn, RoundsAsItMust) {
         x.push_back(rounded.to(device));
       }
       SCOPED_TRACE(label(row, layout));
+      if (std::getenv("MANTISSA_TRACE") != nullptr) std::fprintf(stderr, "%s\n", label(row, layout).c_str());
       Tensor g;
       {
         const NoGrad no_grad;
