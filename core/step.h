@@ -188,7 +188,9 @@ struct SgdElement {
 
 template <class A>
 struct AdamElement {
-  A lr, weight_decay, beta1, beta2, eps, correction1, correction2;  // correction_i = 1 - beta_i^t
+  A lr, weight_decay, beta1, beta2;
+  A rest1, rest2;  // 1 - beta_i, subtracted in f64: 1 - 0.999f is off by 1e-5
+  A eps, correction1, correction2;  // correction_i = 1 - beta_i^t
   bool decoupled;
   MT_HD void operator()(A g, A& w, A& m, A& v) const {
     if (decoupled) {
@@ -196,8 +198,8 @@ struct AdamElement {
     } else {
       g += weight_decay * w;
     }
-    m = beta1 * m + (A(1) - beta1) * g;
-    v = beta2 * v + (A(1) - beta2) * g * g;
+    m = beta1 * m + rest1 * g;
+    v = beta2 * v + rest2 * g * g;
     w -= lr * (m / correction1) / (math_sqrt(v / correction2) + eps);
   }
   MT_HD static float math_sqrt(float x) { return ::sqrtf(x); }

@@ -126,7 +126,7 @@ struct AdamMath {
   AdamElement<A> element;
   __device__ AdamMath(const AdamRule& r, const UpdateChunk& c, const StepState& s, const double* corrections)
       : element{static_cast<A>(s.learning_rate * c.lr_scale), static_cast<A>(c.weight_decay), static_cast<A>(r.beta1), static_cast<A>(r.beta2),
-                static_cast<A>(r.eps), static_cast<A>(corrections[0]), static_cast<A>(corrections[1]), r.decoupled} {}
+                static_cast<A>(1 - r.beta1), static_cast<A>(1 - r.beta2), static_cast<A>(r.eps), static_cast<A>(corrections[0]), static_cast<A>(corrections[1]), r.decoupled} {}
   __device__ void operator()(A g, A& w, A& m, A& v) const { element(g, w, m, v); }
 };
 

@@ -102,7 +102,7 @@ void CpuBackend::adam_update(std::span<const UpdateTensor> tensors, const AdamRu
   for (const UpdateTensor& t : tensors) {
     const auto run = [&]<class T>() {
       const AdamElement<T> element{static_cast<T>(state->learning_rate * t.lr_scale), static_cast<T>(t.weight_decay), static_cast<T>(rule.beta1),
-                                   static_cast<T>(rule.beta2), static_cast<T>(rule.eps), static_cast<T>(correction1), static_cast<T>(correction2), rule.decoupled};
+                                   static_cast<T>(rule.beta2), static_cast<T>(1 - rule.beta1), static_cast<T>(1 - rule.beta2), static_cast<T>(rule.eps), static_cast<T>(correction1), static_cast<T>(correction2), rule.decoupled};
       update_tensor<T>(t, *state, element);
     };
     t.dtype == DType::f64 ? run.template operator()<double>() : run.template operator()<float>();
