@@ -215,7 +215,7 @@ void Optimizer::load_state_dict(const StateDict& state) {
     expected.insert(key);
     for (const auto& [name, value] : state) {
       if (name != key) continue;
-      if (!(value.shape() == target.shape())) problems += "; " + key + " is " + to_string(value) + ", expected " + to_string(target);
+      if (!value.defined() || !(value.shape() == target.shape())) problems += "; " + key + " is " + to_string(value) + ", expected " + to_string(target);
       copies.emplace_back(target, value);
     }
   };
@@ -227,7 +227,12 @@ void Optimizer::load_state_dict(const StateDict& state) {
   for (const auto& [name, value] : state) {
     found.insert(name);
     if (!expected.contains(name)) problems += "; unexpected " + name;
-    if (name == "applied") fresh.applied = static_cast<std::int64_t>(value.item());
+    if (name != "applied") continue;
+    if (!value.defined() || value.dtype() != DType::i64 || value.numel() != 1) {
+      problems += "; applied is " + to_string(value) + ", expected one i64";
+    } else if (fresh.applied = value.to_vector<std::int64_t>()[0]; fresh.applied < 0) {
+      problems += "; applied is " + std::to_string(fresh.applied);
+    }
   }
   for (const auto& name : expected)
     if (!found.contains(name)) problems += "; missing " + name;
