@@ -10,6 +10,7 @@
 
 #include "cuda/attention.h"
 #include "cuda/cuda_check.h"
+#include "cuda/cudnn_handle.h"
 
 namespace mantissa {
 namespace {
@@ -45,21 +46,6 @@ struct ProblemHash {
   }
 };
 
-/// The library's handle of a device, on our stream; the device becomes current.
-cudnnHandle_t cudnn_handle(const CudaBackend& backend) {
-  const cudaStream_t stream = backend.stream();
-  static std::mutex mutex;
-  static auto& handles = *new std::unordered_map<int, cudnnHandle_t>;
-  const std::lock_guard lock(mutex);
-  cudnnHandle_t& handle = handles[backend.device().index];
-  if (handle == nullptr) {
-    cudnnHandle_t created = nullptr;
-    MT_CUDNN_CHECK(cudnnCreate(&created));
-    MT_CUDNN_CHECK(cudnnSetStream(created, stream));
-    handle = created;
-  }
-  return handle;
-}
 
 struct Plan {
   std::shared_ptr<Graph> graph;  // null: the library refuses the problem
