@@ -64,7 +64,7 @@ void LossScaler::backward(const Tensor& loss) {
     options.scale = Tensor(device_state_.storage(), {}, {}, 0, DType::f32);
     options.scale_owner = this;
   }
-  scaled_ = mantissa::backward(loss, options);
+  mantissa::backward(loss, options);
 }
 
 void LossScaler::stop_at_streak(const Optimizer& optimizer) const {
@@ -80,15 +80,15 @@ StepResult LossScaler::step(Optimizer& optimizer) { return step({&optimizer})[0]
 
 std::vector<StepResult> LossScaler::step(std::initializer_list<Optimizer*> optimizers) {
   std::vector<StepResult> results;
-  // The scale is adapted once, by the last optimizer that has gradients: one without has nothing to say about it.
+  // The scale is adapted once, by the last optimizer whose gradients carry it: the others have nothing to say about it.
   const Optimizer* last = nullptr;
   for (const Optimizer* optimizer : optimizers) {
     stop_at_streak(*optimizer);
     prepare(optimizer->device_);
-    if (optimizer->has_gradients()) last = optimizer;
+    if (optimizer->has_gradients_scaled_by(this)) last = optimizer;
   }
   for (Optimizer* optimizer : optimizers) {
-    results.push_back(optimizer->step(static_cast<ScaleState*>(device_state_.data()), rule_, scaled_, this, optimizer == last));
+    results.push_back(optimizer->step(static_cast<ScaleState*>(device_state_.data()), rule_, this, optimizer == last));
     backend(device_state_).mirror_to_host(optimizer->source_->state, optimizer->source_->mirror->data);
   }
   if (last != nullptr) backend(device_state_).mirror_to_host(device_state_, mirror_->data);

@@ -69,7 +69,6 @@ class LossScaler {
   ScaleRule rule_;
   Options options_;
   ScaleState initial_;
-  bool scaled_ = false;                  // the gradients of the current window carry the scale
   Tensor device_state_;                  // ScaleState, on the device of the first loss
   std::shared_ptr<Storage> mirror_;      // pinned: the newest ScaleState that has reached the host
 };

@@ -82,7 +82,7 @@ Optimizer::Optimizer(std::vector<ParamGroup> groups, const Schedule& schedule, i
       device_ = p.device();
       first = false;
       const MemoryScope scope(MemoryCategory::optimizer_state);
-      moments_.push_back({moments > 0 ? zeros_like(p.detach()) : Tensor{}, moments > 1 ? zeros_like(p.detach()) : Tensor{}});
+      moments_.push_back({p.node().get(), moments > 0 ? zeros_like(p.detach()) : Tensor{}, moments > 1 ? zeros_like(p.detach()) : Tensor{}});
     }
   }
   MT_CHECK(ConfigError, !first, "optimizer: no parameters were given");
@@ -95,10 +95,10 @@ void Optimizer::reset_state(const StepState& state) {
   std::memcpy(source_->mirror->data, &state, sizeof state);
 }
 
-bool Optimizer::has_gradients() const {
+bool Optimizer::has_gradients_scaled_by(const void* owner) const {
   for (const ParamGroup& group : groups_)
     for (const Tensor& p : group.parameters)
-      if (p.requires_grad() && p.grad().defined()) return true;
+      if (p.requires_grad() && p.grad().defined() && p.node()->leaf->scale_owner == owner) return true;
   return false;
 }
 
@@ -135,9 +135,9 @@ void Optimizer::zero_grad() {
     for (const Tensor& p : group.parameters) p.zero_grad();
 }
 
-StepResult Optimizer::step() { return step(nullptr, {}, false, nullptr, false); }
+StepResult Optimizer::step() { return step(nullptr, {}, nullptr, false); }
 
-StepResult Optimizer::step(ScaleState* scale, const ScaleRule& rule, bool scaled, const void* owner, bool update_scale) {
+StepResult Optimizer::step(ScaleState* scale, const ScaleRule& rule, const void* owner, bool update_scale) {
   std::vector<Tensor> gradients;
   std::vector<UpdateTensor> tensors;
   struct Updated {
@@ -146,13 +146,17 @@ StepResult Optimizer::step(ScaleState* scale, const ScaleRule& rule, bool scaled
   };
   std::vector<Updated> updated;
   std::size_t index = 0;
+  bool scaled = false;
   for (const ParamGroup& group : groups_) {
     for (const Tensor& p : group.parameters) {
+      MT_CHECK(ConfigError, index < moments_.size() && moments_[index].parameter == p.node().get(),
+               "optimizer: the parameters of its groups have changed since it was made: found ", p, "; make a new optimizer");
       const Moments& moments = moments_[index++];
       Leaf& leaf = *p.node()->leaf;
       if (!leaf.has_gradient || !leaf.requires_grad) continue;
       MT_CHECK(AutogradError, leaf.scale_owner == nullptr || leaf.scale_owner == owner,
                "optimizer: the gradients carry a loss scale; call scaler.step(optimizer) of the scaler that scaled them");
+      if (tensors.empty()) scaled = leaf.scale_owner != nullptr;
       MT_CHECK(AutogradError, (leaf.scale_owner != nullptr) == scaled, "scaler.step: some gradients are scaled and some are not");
       UpdateTensor t{.parameter = p.data(),
                      .gradient = leaf.gradient.data(),

@@ -95,13 +95,14 @@ class Optimizer {
  private:
   friend class LossScaler;
   struct Moments {
+    const Node* parameter;  // whose they are
     Tensor first, second;
   };
   /// `scale` null: gradients must be unscaled; the scaler passes its state and owner mark.
-  StepResult step(ScaleState* scale, const ScaleRule& rule, bool scaled, const void* owner, bool update_scale);
+  StepResult step(ScaleState* scale, const ScaleRule& rule, const void* owner, bool update_scale);
   StepState* device_state() const;
   void reset_state(const StepState& state);
-  bool has_gradients() const;
+  bool has_gradients_scaled_by(const void* owner) const;
 
   std::vector<ParamGroup> groups_;
   std::vector<Moments> moments_;  // in parameter order
