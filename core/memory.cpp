@@ -13,6 +13,8 @@ constexpr std::size_t kSmallSegment = std::size_t{2} << 20;
 constexpr std::size_t kLargeLimit = std::size_t{10} << 20;    // requests up to this share 20 MiB segments
 constexpr std::size_t kLargeSegment = std::size_t{20} << 20;
 
+constexpr std::size_t kAddressSpace = std::size_t{1} << 46;   // no device has more; rounding up must not overflow
+
 constexpr std::size_t round_up(std::size_t n, std::size_t to) { return (n + to - 1) / to * to; }
 constexpr std::size_t segment_size(std::size_t size) {
   return size <= kSmallLimit ? kSmallSegment : size < kLargeLimit ? kLargeSegment : round_up(size, kSmallSegment);
@@ -21,11 +23,12 @@ void* offset_by(void* p, std::size_t n) { return static_cast<std::byte*>(p) + n;
 
 thread_local constinit MemoryCategory current_category = MemoryCategory::activations;
 
-std::string mebibytes(std::int64_t bytes) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.1f MiB", static_cast<double>(bytes) / (1 << 20));
+std::string mebibytes(double bytes) {
+  char text[64];
+  std::snprintf(text, sizeof text, "%.1f MiB", bytes / (1 << 20));
   return text;
 }
+std::string mebibytes(std::int64_t bytes) { return mebibytes(static_cast<double>(bytes)); }
 
 }  // namespace
 
@@ -49,19 +52,17 @@ CachingAllocator::~CachingAllocator() { release_cache(); }
 void* CachingAllocator::allocate(std::size_t bytes, MemoryCategory category) {
   if (bytes == 0) return nullptr;
   const std::lock_guard lock(mutex_);
-  MT_CHECK(OutOfMemoryError, bytes < (std::size_t{1} << 46), "out of memory: ", mebibytes(static_cast<std::int64_t>(bytes >> 1) * 2),
-           " can not be allocated on any device");
-  const std::size_t size = round_up(bytes, kAlignment);
+  const std::size_t size = bytes < kAddressSpace ? round_up(bytes, kAlignment) : bytes;
   const bool small = size <= kSmallLimit;
   FreeList& pool = free_list(small);
   void* data = nullptr;
-  const bool refuse = fail_after_ > 0 && --fail_after_ == 0;
+  const bool refuse = (fail_after_ > 0 && --fail_after_ == 0) || bytes >= kAddressSpace;
   if (const auto best = pool.lower_bound({size, nullptr}); !refuse && best != pool.end()) {
     data = best->second;
     pool.erase(best);
     stats_.cached -= static_cast<std::int64_t>(blocks_.at(data).size);
   } else {
-    const std::size_t segment = segment_size(size);
+    const std::size_t segment = refuse ? 0 : segment_size(size);
     if (!refuse) data = source_->allocate(segment);
     if (data == nullptr && !refuse) {
       release_cache_locked();
@@ -70,7 +71,7 @@ void* CachingAllocator::allocate(std::size_t bytes, MemoryCategory category) {
     if (data == nullptr) {
       const char* op = OpScope::current();
       MT_THROW(OutOfMemoryError, "out of memory on ", to_string(device_), ": ", op ? op : "allocation", " requested ",
-               mebibytes(static_cast<std::int64_t>(bytes)), "; held ", mebibytes(stats_.total), ", peak ", mebibytes(stats_.peak),
+               mebibytes(static_cast<double>(bytes)), "; held ", mebibytes(stats_.total), ", peak ", mebibytes(stats_.peak),
                ", cached ", mebibytes(stats_.cached), "; ", source_->describe(), "; try a smaller batch or activation checkpointing");
     }
     ++stats_.source_allocations;
