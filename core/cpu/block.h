@@ -1,13 +1,16 @@
 #pragma once
-// Blocks: what every elementwise loop is made of. Elements are loaded into a buffer of the compute type, a plain loop that
-// the compiler vectorises works on it, and the result is rounded once on the way back.
+// Blocks: what every elementwise loop is made of. Elements are loaded into a buffer of the compute type, a
+// plain loop that the compiler vectorises works on it, and the result is rounded once on the way back.
 
 #include <immintrin.h>
+#include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <type_traits>
 
 #include "core/float_types.h"
@@ -22,26 +25,63 @@ struct CpuTypes {
   using f8e5m2 = float8_e5m2;
 };
 
-inline constexpr std::int64_t kBlock = 1024;          // elements of a block: 4 KiB in f32
-inline constexpr std::int64_t kParallelGrain = 16384;  // elements below which a second thread costs more than it brings
+inline constexpr std::int64_t kBlock = 1024;  // elements of a block: 4 KiB in f32
+inline constexpr std::int64_t kParallelGrain =
+    16384;  // elements below which a second thread costs more than it brings
 
-/// Runs f(begin, end) over [0, n) in pieces of at least `grain`, on several threads when there is more than one piece.
+/// Carries the first exception out of a parallel region, where it must not leave on its own.
+class FirstError {
+ public:
+  template <class F>
+  void guard(F&& f) noexcept {
+    if (failed_.load(std::memory_order_relaxed)) return;
+    try {
+      f();
+    } catch (...) {
+      if (!failed_.exchange(true)) error_ = std::current_exception();
+    }
+  }
+  void rethrow() const {
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  std::atomic<bool> failed_{false};
+  std::exception_ptr error_;
+};
+
+/// Runs f(begin, end) over [0, n) in pieces of `grain`, on several threads when there is more than one piece.
+/// The pieces do not depend on the number of threads.
 template <class F>
 void parallel_for(std::int64_t n, std::int64_t grain, F&& f) {
   if (n <= 0) return;
-  const std::int64_t pieces = (n + grain - 1) / std::max<std::int64_t>(grain, 1);
-  if (pieces <= 1) {
-    f(std::int64_t{0}, n);
+  grain = std::max<std::int64_t>(grain, 1);
+  const std::int64_t pieces = (n - 1) / grain + 1;
+  const auto run = [&](std::int64_t piece) { f(piece * grain, std::min(n, (piece + 1) * grain)); };
+  if (pieces == 1 || omp_in_parallel()) {
+    for (std::int64_t piece = 0; piece < pieces; ++piece) run(piece);
     return;
   }
+  FirstError error;
 #pragma omp parallel for schedule(static)
-  for (std::int64_t piece = 0; piece < pieces; ++piece) f(piece * grain, std::min(n, (piece + 1) * grain));
+  for (std::int64_t piece = 0; piece < pieces; ++piece) error.guard([&] { run(piece); });
+  error.rethrow();
+}
+
+/// Runs f(i) for large tasks of unequal cost.
+template <class F>
+void parallel_tasks(std::int64_t n, F&& f) {
+  FirstError error;
+#pragma omp parallel for schedule(dynamic) if (n > 1)
+  for (std::int64_t i = 0; i < n; ++i) error.guard([&] { f(i); });
+  error.rethrow();
 }
 
 inline void widen_block(const float16* x, float* y, std::int64_t n) {
   std::int64_t i = 0;
 #ifdef __F16C__
-  for (; i + 8 <= n; i += 8) _mm256_storeu_ps(y + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
+  for (; i + 8 <= n; i += 8)
+    _mm256_storeu_ps(y + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
 #endif
   for (; i < n; ++i) y[i] = static_cast<float>(x[i]);
 }
@@ -50,13 +90,15 @@ inline void narrow_block(const float* x, float16* y, std::int64_t n) {
   std::int64_t i = 0;
 #ifdef __F16C__
   for (; i + 8 <= n; i += 8)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(y + i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(y + i),
+                     _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #endif
   for (; i < n; ++i) y[i] = float16(x[i]);
 }
 
 inline void widen_block(const bfloat16* x, float* y, std::int64_t n) {
-  for (std::int64_t i = 0; i < n; ++i) y[i] = std::bit_cast<float>(static_cast<std::uint32_t>(x[i].bits) << 16);
+  for (std::int64_t i = 0; i < n; ++i)
+    y[i] = std::bit_cast<float>(static_cast<std::uint32_t>(x[i].bits) << 16);
 }
 
 inline void narrow_block(const float* x, bfloat16* y, std::int64_t n) {
@@ -67,13 +109,15 @@ inline void narrow_block(const float* x, bfloat16* y, std::int64_t n) {
   }
 }
 
-/// n elements from x (stride in elements) as the compute type A: x itself when it already is a contiguous run of A.
+/// n elements from x (stride in elements) as the compute type A: x itself when it already is a contiguous run
+/// of A.
 template <class A, class T>
 const A* load_block(const T* x, std::int64_t stride, std::int64_t n, A* buffer) {
   if (stride == 1) {
     if constexpr (std::is_same_v<T, A>) {
       return x;
-    } else if constexpr (std::is_same_v<A, float> && (std::is_same_v<T, float16> || std::is_same_v<T, bfloat16>)) {
+    } else if constexpr (std::is_same_v<A, float> &&
+                         (std::is_same_v<T, float16> || std::is_same_v<T, bfloat16>)) {
       widen_block(x, buffer, n);
       return buffer;
     }
@@ -86,7 +130,8 @@ const A* load_block(const T* x, std::int64_t stride, std::int64_t n, A* buffer) 
   return buffer;
 }
 
-/// Where results of a block go: y itself when it is a contiguous run of A, else the buffer, for store_block afterwards.
+/// Where results of a block go: y itself when it is a contiguous run of A, else the buffer, for store_block
+/// afterwards.
 template <class A, class T>
 A* result_block(T* y, std::int64_t stride, A* buffer) {
   if constexpr (std::is_same_v<T, A>)

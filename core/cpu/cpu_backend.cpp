@@ -16,14 +16,17 @@ class HostMemory final : public CachingAllocator::Source {
   void* allocate(std::size_t bytes) override {
     const std::size_t alignment = bytes >= kHugePage ? kHugePage : kAlignment;
     void* data = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
-    if (data != nullptr && bytes >= kHugePage) madvise(data, bytes, MADV_HUGEPAGE);  // advice: refusal does not matter
+    if (data != nullptr && bytes >= kHugePage)
+      madvise(data, bytes, MADV_HUGEPAGE);  // advice: refusal does not matter
     return data;
   }
   void release(void* data) override { std::free(data); }
   std::string describe() const override {
     const auto page = static_cast<double>(sysconf(_SC_PAGESIZE));
-    const double free = page * static_cast<double>(sysconf(_SC_AVPHYS_PAGES)), total = page * static_cast<double>(sysconf(_SC_PHYS_PAGES));
-    return detail::message("the machine has ", static_cast<std::int64_t>(free / (1 << 20)), " MiB free of ", static_cast<std::int64_t>(total / (1 << 20)), " MiB");
+    const double free = page * static_cast<double>(sysconf(_SC_AVPHYS_PAGES)),
+                 total = page * static_cast<double>(sysconf(_SC_PHYS_PAGES));
+    return detail::message("the machine has ", static_cast<std::int64_t>(free / (1 << 20)), " MiB free of ",
+                           static_cast<std::int64_t>(total / (1 << 20)), " MiB");
   }
 };
 

@@ -7,7 +7,9 @@ namespace mantissa {
 void CpuBackend::unary(const UnaryOp& variant, const Tensor& x, Tensor& y) {
   std::visit(
       [&](auto op) {
-        visit_float<CpuTypes>(op.name, x.dtype(), [&]<class T>() { map_unary<compute_t<T>, T, T>(x, y, [op](auto v) { return op(v); }); });
+        visit_float<CpuTypes>(op.name, x.dtype(), [&]<class T>() {
+          map_unary<compute_t<T>, T, T>(x, y, [op](auto v) { return op(v); });
+        });
       },
       variant);
 }
@@ -15,8 +17,9 @@ void CpuBackend::unary(const UnaryOp& variant, const Tensor& x, Tensor& y) {
 void CpuBackend::binary(const BinaryOp& variant, const Tensor& a, const Tensor& b, Tensor& y) {
   std::visit(
       [&](auto op) {
-        visit_float<CpuTypes>(op.name, y.dtype(),
-                              [&]<class T>() { map_binary<compute_t<T>, T, T, T>(a, b, y, [op](auto v, auto w) { return op(v, w); }); });
+        visit_float<CpuTypes>(op.name, y.dtype(), [&]<class T>() {
+          map_binary<compute_t<T>, T, T, T>(a, b, y, [op](auto v, auto w) { return op(v, w); });
+        });
       },
       variant);
 }
@@ -39,8 +42,10 @@ To convert(From x) {
   if constexpr (std::is_same_v<To, From>) {
     return x;
   } else if constexpr (std::is_same_v<To, bool>) {
-    if constexpr (std::is_class_v<From>) return static_cast<float>(x) != 0;
-    else return x != From(0);
+    if constexpr (std::is_class_v<From>)
+      return static_cast<float>(x) != 0;
+    else
+      return x != From(0);
   } else if constexpr (std::is_class_v<From>) {
     return static_cast<To>(static_cast<float>(x));  // widening is exact
   } else {
@@ -59,9 +64,11 @@ void convert_runs(const StridedPlan<2>& plan, const From* px, To* py) {
         std::memcpy(y, x, static_cast<std::size_t>(n) * sizeof(To));
         return;
       }
-    } else if constexpr (std::is_same_v<From, float> && (std::is_same_v<To, float16> || std::is_same_v<To, bfloat16>)) {
+    } else if constexpr (std::is_same_v<From, float> &&
+                         (std::is_same_v<To, float16> || std::is_same_v<To, bfloat16>)) {
       if (sx == 1 && sy == 1) return narrow_block(x, y, n);
-    } else if constexpr (std::is_same_v<To, float> && (std::is_same_v<From, float16> || std::is_same_v<From, bfloat16>)) {
+    } else if constexpr (std::is_same_v<To, float> &&
+                         (std::is_same_v<From, float16> || std::is_same_v<From, bfloat16>)) {
       if (sx == 1 && sy == 1) return widen_block(x, y, n);
     }
     for (std::int64_t i = 0; i < n; ++i) y[i * sy] = convert<To>(x[i * sx]);
@@ -74,7 +81,9 @@ void CpuBackend::copy(const Tensor& x, Tensor& y) {
   counters.casts += x.dtype() != y.dtype();
   const auto plan = make_plan<2>(y.shape(), {&x, &y});
   visit_all<CpuTypes>("copy", x.dtype(), [&]<class From>() {
-    visit_all<CpuTypes>("copy", y.dtype(), [&]<class To>() { convert_runs(plan, static_cast<const From*>(x.data()), static_cast<To*>(y.data())); });
+    visit_all<CpuTypes>("copy", y.dtype(), [&]<class To>() {
+      convert_runs(plan, static_cast<const From*>(x.data()), static_cast<To*>(y.data()));
+    });
   });
 }
 
@@ -95,16 +104,23 @@ void CpuBackend::compare(CompareOp op, const Tensor& a, const Tensor& b, Tensor&
     const auto run = [&](auto holds) {
       for_each_run(plan, [&](const std::int64_t* at, std::int64_t n) {
         for (std::int64_t i = 0; i < n; ++i)
-          py[at[2] + i * plan.inner_stride(2)] = holds(static_cast<A>(pa[at[0] + i * plan.inner_stride(0)]), static_cast<A>(pb[at[1] + i * plan.inner_stride(1)]));
+          py[at[2] + i * plan.inner_stride(2)] = holds(static_cast<A>(pa[at[0] + i * plan.inner_stride(0)]),
+                                                       static_cast<A>(pb[at[1] + i * plan.inner_stride(1)]));
       });
     };
     switch (op) {
-      case CompareOp::equal: return run([](A v, A w) { return v == w; });
-      case CompareOp::not_equal: return run([](A v, A w) { return v != w; });
-      case CompareOp::less: return run([](A v, A w) { return v < w; });
-      case CompareOp::less_equal: return run([](A v, A w) { return v <= w; });
-      case CompareOp::greater: return run([](A v, A w) { return v > w; });
-      case CompareOp::greater_equal: return run([](A v, A w) { return v >= w; });
+      case CompareOp::equal:
+        return run([](A v, A w) { return v == w; });
+      case CompareOp::not_equal:
+        return run([](A v, A w) { return v != w; });
+      case CompareOp::less:
+        return run([](A v, A w) { return v < w; });
+      case CompareOp::less_equal:
+        return run([](A v, A w) { return v <= w; });
+      case CompareOp::greater:
+        return run([](A v, A w) { return v > w; });
+      case CompareOp::greater_equal:
+        return run([](A v, A w) { return v >= w; });
     }
   });
 }
@@ -117,8 +133,9 @@ void CpuBackend::where(const Tensor& condition, const Tensor& a, const Tensor& b
     T* py = static_cast<T*>(y.data());
     for_each_run(plan, [&](const std::int64_t* at, std::int64_t n) {
       for (std::int64_t i = 0; i < n; ++i)
-        py[at[3] + i * plan.inner_stride(3)] =
-            pc[at[0] + i * plan.inner_stride(0)] ? pa[at[1] + i * plan.inner_stride(1)] : pb[at[2] + i * plan.inner_stride(2)];
+        py[at[3] + i * plan.inner_stride(3)] = pc[at[0] + i * plan.inner_stride(0)]
+                                                   ? pa[at[1] + i * plan.inner_stride(1)]
+                                                   : pb[at[2] + i * plan.inner_stride(2)];
     });
   });
 }

@@ -8,13 +8,15 @@ void CpuBackend::unary_grad(const UnaryOp& variant, const Tensor& g, const Tenso
   const Tensor& s = saved.defined() ? saved : g;  // ops that need nothing ignore it
   std::visit(
       [&](auto op) {
-        visit_float<CpuTypes>(op.name, gx.dtype(),
-                              [&]<class T>() { map_binary<compute_t<T>, T, T, T>(g, s, gx, [op](auto v, auto w) { return op.grad(v, w); }); });
+        visit_float<CpuTypes>(op.name, gx.dtype(), [&]<class T>() {
+          map_binary<compute_t<T>, T, T, T>(g, s, gx, [op](auto v, auto w) { return op.grad(v, w); });
+        });
       },
       variant);
 }
 
-void CpuBackend::binary_grad(const BinaryOp& variant, int operand, const Tensor& g, const Tensor& a, const Tensor& b, Tensor& gx) {
+void CpuBackend::binary_grad(const BinaryOp& variant, int operand, const Tensor& g, const Tensor& a,
+                             const Tensor& b, Tensor& gx) {
   std::visit(
       [&](auto op) {
         const Tensor &va = op.reads_operands ? a : g, &vb = op.reads_operands ? b : g;

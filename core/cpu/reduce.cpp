@@ -1,43 +1,14 @@
-// Reductions. The partition into partial results is fixed by the shape, so the result does not depend on the threads.
+// Reductions. The partition into partial results is fixed by the shape, so the result does not depend on the
+// threads.
 #include <limits>
 #include <vector>
 
 #include "core/cpu/cpu_backend.h"
+#include "core/cpu/lanes.h"
 #include "core/cpu/loops.h"
 
 namespace mantissa {
 namespace {
-
-template <class A>
-struct SumOf {
-  static constexpr A start = 0;
-  static A combine(A a, A b) { return a + b; }
-};
-template <class A>
-struct MaxOf {
-  static constexpr A start = -std::numeric_limits<A>::infinity();
-  static A combine(A a, A b) { return a > b || a != a ? a : b; }  // NaN wins
-};
-template <class A>
-struct MinOf {
-  static constexpr A start = std::numeric_limits<A>::infinity();
-  static A combine(A a, A b) { return a < b || a != a ? a : b; }
-};
-
-/// Reduces a run in 16 independent lanes, which vectorise, then the lanes pairwise.
-template <class R, class A>
-A reduce_run(const A* x, std::int64_t n) {
-  constexpr int kLanes = 16;
-  A lanes[kLanes];
-  for (A& lane : lanes) lane = R::start;
-  std::int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes)
-    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = R::combine(lanes[lane], x[i + lane]);
-  for (int lane = 0; i < n; ++i, ++lane) lanes[lane] = R::combine(lanes[lane], x[i]);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int lane = 0; lane < width; ++lane) lanes[lane] = R::combine(lanes[lane], lanes[lane + width]);
-  return lanes[0];
-}
 
 /// The axes of x split into those that are kept and those that are reduced.
 struct Axes {
@@ -61,7 +32,10 @@ template <class R, class A, class TX, class TY>
 class Reducer {
  public:
   Reducer(const Tensor& x, Tensor& y, bool accumulate, double factor)
-      : px_(static_cast<const TX*>(x.data())), py_(static_cast<TY*>(y.data())), accumulate_(accumulate), factor_(static_cast<A>(factor)) {
+      : px_(static_cast<const TX*>(x.data())),
+        py_(static_cast<TY*>(y.data())),
+        accumulate_(accumulate),
+        factor_(static_cast<A>(factor)) {
     const auto plan = make_plan<2>(x.shape(), {&y, &x});
     inner_ = plan.inner();
     stride_ = plan.inner_stride(1);
@@ -84,64 +58,73 @@ class Reducer {
 
   // The innermost axis is reduced: each run of it gives one partial result.
   void along_rows() {
-    const std::int64_t outputs = kept_.count(), rows = reduced_.count(), blocks = (inner_ + kBlock - 1) / kBlock, runs = rows * blocks;
+    const std::int64_t outputs = kept_.count(), rows = reduced_.count(),
+                       blocks = (inner_ + kBlock - 1) / kBlock, runs = rows * blocks;
     const auto partial = [&](std::int64_t x_base, std::int64_t run) {
       std::int64_t at, unused;
       reduced_.offsets(run / blocks, at, unused);
       const std::int64_t first = run % blocks * kBlock, n = std::min(kBlock, inner_ - first);
       alignas(64) A buffer[kBlock];
-      return reduce_run<R>(load_block<A>(px_ + x_base + at + first * stride_, stride_, n, buffer), n);
+      const A* values = load_block<A>(px_ + x_base + at + first * stride_, stride_, n, buffer);
+      return lane_reduce<R, A>(n, [values](std::int64_t i) { return values[i]; });
     };
     const bool direct = outputs >= 256 || runs == 1;
     std::vector<A> partials(direct ? 0 : static_cast<std::size_t>(outputs * runs));
     if (!direct) {
-      parallel_for(outputs * runs, std::max<std::int64_t>(1, kParallelGrain / std::min(inner_, kBlock)), [&](std::int64_t begin, std::int64_t end) {
-        for (std::int64_t i = begin; i < end; ++i) {
-          std::int64_t x_base, unused;
-          kept_.offsets(i / runs, x_base, unused);
-          partials[static_cast<std::size_t>(i)] = partial(x_base, i % runs);
-        }
-      });
+      parallel_for(outputs * runs, std::max<std::int64_t>(1, kParallelGrain / std::min(inner_, kBlock)),
+                   [&](std::int64_t begin, std::int64_t end) {
+                     for (std::int64_t i = begin; i < end; ++i) {
+                       std::int64_t x_base, unused;
+                       kept_.offsets(i / runs, x_base, unused);
+                       partials[static_cast<std::size_t>(i)] = partial(x_base, i % runs);
+                     }
+                   });
     }
-    parallel_for(outputs, direct ? std::max<std::int64_t>(1, kParallelGrain / (rows * inner_)) : outputs, [&](std::int64_t begin, std::int64_t end) {
-      std::vector<A> values(static_cast<std::size_t>(runs));
-      for (std::int64_t output = begin; output < end; ++output) {
-        std::int64_t x_base, y_at;
-        kept_.offsets(output, x_base, y_at);
-        const A* parts = values.data();
-        if (direct) {
-          for (std::int64_t run = 0; run < runs; ++run) values[static_cast<std::size_t>(run)] = partial(x_base, run);
-        } else {
-          parts = partials.data() + output * runs;
-        }
-        store(py_ + y_at, reduce_run<R>(parts, runs));
-      }
-    });
+    parallel_for(outputs, direct ? std::max<std::int64_t>(1, kParallelGrain / (rows * inner_)) : outputs,
+                 [&](std::int64_t begin, std::int64_t end) {
+                   std::vector<A> values(static_cast<std::size_t>(runs));
+                   for (std::int64_t output = begin; output < end; ++output) {
+                     std::int64_t x_base, y_at;
+                     kept_.offsets(output, x_base, y_at);
+                     const A* parts = values.data();
+                     if (direct) {
+                       for (std::int64_t run = 0; run < runs; ++run)
+                         values[static_cast<std::size_t>(run)] = partial(x_base, run);
+                     } else {
+                       parts = partials.data() + output * runs;
+                     }
+                     store(py_ + y_at, lane_reduce<R, A>(runs, [parts](std::int64_t i) { return parts[i]; }));
+                   }
+                 });
   }
 
   // The innermost axis is kept: rows are combined element by element, in chunks of a fixed number of rows.
   void across_rows() {
     constexpr std::int64_t kChunk = 256;
-    const std::int64_t outer = kept_.count(), rows = reduced_.count(), blocks = (inner_ + kBlock - 1) / kBlock, chunks = (rows + kChunk - 1) / kChunk;
+    const std::int64_t outer = kept_.count(), rows = reduced_.count(),
+                       blocks = (inner_ + kBlock - 1) / kBlock, chunks = (rows + kChunk - 1) / kChunk;
     std::vector<A> partials(static_cast<std::size_t>(outer * chunks * inner_));
     const std::int64_t cost = std::min(rows, kChunk) * std::min(inner_, kBlock);
-    parallel_for(outer * chunks * blocks, std::max<std::int64_t>(1, kParallelGrain / cost), [&](std::int64_t begin, std::int64_t end) {
-      alignas(64) A buffer[kBlock];
-      for (std::int64_t task = begin; task < end; ++task) {
-        const std::int64_t block = task % blocks, chunk = task / blocks % chunks, o = task / blocks / chunks;
-        std::int64_t x_base, unused;
-        kept_.offsets(o, x_base, unused);
-        const std::int64_t first = block * kBlock, n = std::min(kBlock, inner_ - first);
-        A* sums = partials.data() + (o * chunks + chunk) * inner_ + first;
-        std::fill_n(sums, n, R::start);
-        for (std::int64_t row = chunk * kChunk; row < std::min(rows, (chunk + 1) * kChunk); ++row) {
-          std::int64_t at;
-          reduced_.offsets(row, at, unused);
-          const A* values = load_block<A>(px_ + x_base + at + first * stride_, stride_, n, buffer);
-          for (std::int64_t i = 0; i < n; ++i) sums[i] = R::combine(sums[i], values[i]);
-        }
-      }
-    });
+    parallel_for(
+        outer * chunks * blocks, std::max<std::int64_t>(1, kParallelGrain / cost),
+        [&](std::int64_t begin, std::int64_t end) {
+          alignas(64) A buffer[kBlock];
+          for (std::int64_t task = begin; task < end; ++task) {
+            const std::int64_t block = task % blocks, chunk = task / blocks % chunks,
+                               o = task / blocks / chunks;
+            std::int64_t x_base, unused;
+            kept_.offsets(o, x_base, unused);
+            const std::int64_t first = block * kBlock, n = std::min(kBlock, inner_ - first);
+            A* sums = partials.data() + (o * chunks + chunk) * inner_ + first;
+            std::fill_n(sums, n, R::start);
+            for (std::int64_t row = chunk * kChunk; row < std::min(rows, (chunk + 1) * kChunk); ++row) {
+              std::int64_t at;
+              reduced_.offsets(row, at, unused);
+              const A* values = load_block<A>(px_ + x_base + at + first * stride_, stride_, n, buffer);
+              for (std::int64_t i = 0; i < n; ++i) sums[i] = R::combine(sums[i], values[i]);
+            }
+          }
+        });
     for (std::int64_t o = 0; o < outer; ++o) {
       std::int64_t unused, y_at;
       kept_.offsets(o, unused, y_at);
@@ -167,18 +150,26 @@ void CpuBackend::reduce(ReduceOp op, const Tensor& x, bool accumulate, Tensor& y
   if (x.numel() == 0) {  // the empty sum; the mean of nothing is NaN, as in NumPy
     if (accumulate) return;
     constexpr double inf = std::numeric_limits<double>::infinity();
-    fill(op == ReduceOp::sum ? 0 : op == ReduceOp::mean ? std::numeric_limits<double>::quiet_NaN() : op == ReduceOp::max ? -inf : inf, y);
+    fill(op == ReduceOp::sum    ? 0
+         : op == ReduceOp::mean ? std::numeric_limits<double>::quiet_NaN()
+         : op == ReduceOp::max  ? -inf
+                                : inf,
+         y);
     return;
   }
-  const double factor = op == ReduceOp::mean ? static_cast<double>(y.numel()) / static_cast<double>(x.numel()) : 1;
+  const double factor =
+      op == ReduceOp::mean ? static_cast<double>(y.numel()) / static_cast<double>(x.numel()) : 1;
   visit_float<CpuTypes>("reduce", x.dtype(), [&]<class TX>() {
     using A = compute_t<TX>;
     const auto with = [&]<class TY>() {
       switch (op) {
         case ReduceOp::sum:
-        case ReduceOp::mean: return Reducer<SumOf<A>, A, TX, TY>(x, y, accumulate, factor).run();
-        case ReduceOp::max: return Reducer<MaxOf<A>, A, TX, TY>(x, y, false, 1).run();
-        case ReduceOp::min: return Reducer<MinOf<A>, A, TX, TY>(x, y, false, 1).run();
+        case ReduceOp::mean:
+          return Reducer<SumOf<A>, A, TX, TY>(x, y, accumulate, factor).run();
+        case ReduceOp::max:
+          return Reducer<MaxOf<A>, A, TX, TY>(x, y, false, 1).run();
+        case ReduceOp::min:
+          return Reducer<MinOf<A>, A, TX, TY>(x, y, false, 1).run();
       }
     };
     if (y.dtype() == x.dtype()) return with.template operator()<TX>();
