@@ -7,6 +7,7 @@ namespace mantissa {
 Tensor unary(const UnaryOp& variant, const Tensor& input) {
   return std::visit(
       [&](auto op) {
+        const OpScope scope(op.name);
         check_float(op.name, input);
         const Tensor x = autocast(op.cast, input);
         Tensor y = empty_like(x);
@@ -26,6 +27,7 @@ Tensor unary(const UnaryOp& variant, const Tensor& input) {
 Tensor binary(const BinaryOp& variant, const Tensor& left, const Tensor& right) {
   return std::visit(
       [&](auto op) {
+        const OpScope scope(op.name);
         check_float(op.name, left);
         check_float(op.name, right);
         check_same_device(op.name, left, right);
@@ -74,6 +76,7 @@ Strides broadcast_view_strides(const Tensor& x, const Shape& kept) {
 }
 
 Tensor compare(CompareOp op, const Tensor& a, const Tensor& b) {
+  const OpScope scope("compare");
   check_same_device("compare", a, b);
   MT_CHECK(DTypeError, a.dtype() == b.dtype(), "compare: dtypes differ: ", a, " and ", b);
   Tensor y = empty(broadcast_shapes("compare", a.shape(), b.shape()), {DType::boolean, a.device()});
@@ -82,6 +85,7 @@ Tensor compare(CompareOp op, const Tensor& a, const Tensor& b) {
 }
 
 Tensor where(const Tensor& condition, const Tensor& left, const Tensor& right) {
+  const OpScope scope("where");
   check_float("where", left);
   check_float("where", right);
   check_same_device("where", left, right);
@@ -104,6 +108,7 @@ Tensor where(const Tensor& condition, const Tensor& left, const Tensor& right) {
 }
 
 Tensor cast(const Tensor& x, DType dtype) {
+  const OpScope scope("cast");
   MT_CHECK(AutogradError, x.defined(), "cast: the tensor is undefined");
   if (x.dtype() == dtype) return x;
   Tensor y = empty_like(x, dtype);
@@ -133,6 +138,7 @@ Tensor dropped(const Tensor& x, const Strides& layout, double p, PhiloxState sta
 }  // namespace
 
 Tensor dropout(const Tensor& x, double p, bool training) {
+  const OpScope scope("dropout");
   check_float("dropout", x);
   MT_CHECK(ConfigError, p >= 0 && p <= 1, "dropout: the probability must lie in [0, 1], got ", p);
   if (!training || p == 0) return x;
@@ -145,6 +151,7 @@ Tensor dropout(const Tensor& x, double p, bool training) {
 
 namespace {
 Tensor draw(RandomKind kind, double a, double b, const Shape& shape, TensorOptions options) {
+  const OpScope scope("random");
   Tensor y = empty(shape, options);
   check_float("random", y);
   backend(y).random(kind, a, b, reserve_random(y.numel()), y);

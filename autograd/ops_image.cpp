@@ -21,6 +21,7 @@ std::int64_t output_size(const char* op, const Tensor& x, std::int64_t in, std::
 }
 
 Tensor pool(const OpInfo& op, Pooling kind, const Tensor& x, const Pool2dOptions& o) {
+  const OpScope scope(op.name);
   check_float(op.name, x);
   MT_CHECK(ShapeError, x.rank() == 4, op.name, ": expected [N,C,H,W], got ", x);
   MT_CHECK(ConfigError, 2 * o.padding[0] <= o.kernel[0] && 2 * o.padding[1] <= o.kernel[1], op.name, ": padding must be at most half of the kernel");
@@ -51,6 +52,7 @@ Tensor channels_last_data(const Tensor& x) {
 }
 
 Tensor conv2d(const Tensor& input, const Tensor& weight, const Tensor& bias, Conv2dOptions o) {
+  const OpScope scope("conv2d");
   check_float("conv2d", input);
   check_float("conv2d", weight);
   check_same_device("conv2d", input, weight);

@@ -31,6 +31,7 @@ void check_index_range(const char* op, const Tensor& index, std::int64_t low, st
 }
 
 Tensor embedding(const Tensor& ids, const Tensor& weight) {
+  const OpScope scope("embedding");
   check_index("embedding", ids);
   check_float("embedding", weight);
   check_same_device("embedding", ids, weight);
@@ -56,6 +57,7 @@ Tensor embedding(const Tensor& ids, const Tensor& weight) {
 }
 
 Tensor gather(const Tensor& x, int axis, const Tensor& index) {
+  const OpScope scope("gather");
   check_float("gather", x);
   axis = normalize_axis("gather", axis, x.rank());
   check_gather("gather", x, axis, index);
@@ -69,6 +71,7 @@ Tensor gather(const Tensor& x, int axis, const Tensor& index) {
 }
 
 Tensor scatter_add(const Tensor& base, int axis, const Tensor& index, const Tensor& x) {
+  const OpScope scope("scatter_add");
   check_float("scatter_add", base);
   check_float("scatter_add", x);
   check_same_device("scatter_add", base, x);

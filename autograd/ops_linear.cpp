@@ -77,6 +77,7 @@ Tensor batched_matmul(const Tensor& a, const Tensor& b) {
 std::span<const OpInfo> linear_ops() { return kTable; }
 
 Tensor matmul(const Tensor& left, const Tensor& right) {
+  const OpScope scope("matmul");
   check_float("matmul", left);
   check_float("matmul", right);
   check_same_device("matmul", left, right);
@@ -98,6 +99,7 @@ Tensor matmul(const Tensor& left, const Tensor& right) {
 }
 
 Tensor linear(const Tensor& input, const Tensor& weight, const Tensor& bias, Activation activation) {
+  const OpScope scope("linear");
   check_float("linear", input);
   check_float("linear", weight);
   check_same_device("linear", input, weight);
@@ -167,6 +169,7 @@ Tensor empty_heads(const Shape& s, const Tensor& like) {
 }  // namespace
 
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, bool causal, std::optional<double> scale) {
+  const OpScope scope("attention");
   for (const Tensor* x : {&query, &key, &value}) {
     check_float("attention", *x);
     check_same_device("attention", query, *x);
@@ -192,6 +195,7 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, bo
 }
 
 Tensor attention_qkv(const Tensor& packed, int heads, bool causal) {
+  const OpScope scope("attention_qkv");
   check_float("attention_qkv", packed);
   MT_CHECK(ShapeError, packed.rank() == 3 && heads > 0 && packed.size(2) % (3 * heads) == 0,
            "attention_qkv: expected [batch, length, 3 x heads x head size] with ", heads, " heads, got ", packed);

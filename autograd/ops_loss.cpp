@@ -12,6 +12,7 @@ constexpr OpInfo kTable[] = {kCrossEntropy, kMse};
 std::span<const OpInfo> loss_ops() { return kTable; }
 
 Tensor cross_entropy(const Tensor& x, const Tensor& targets, CrossEntropyOptions options) {
+  const OpScope scope("cross_entropy");
   check_float("cross_entropy", x);
   check_index("cross_entropy", targets);
   check_same_device("cross_entropy", x, targets);
@@ -40,6 +41,7 @@ Tensor cross_entropy(const Tensor& x, const Tensor& targets, CrossEntropyOptions
 }
 
 Tensor mse_loss(const Tensor& x, const Tensor& target) {
+  const OpScope scope("mse_loss");
   check_float("mse_loss", x);
   check_float("mse_loss", target);
   MT_CHECK(ShapeError, x.shape() == target.shape(), "mse_loss: x is ", x, ", target is ", target);

@@ -24,6 +24,7 @@ Tensor softmax_last(const OpInfo& op, const Tensor& input, bool log) {
 }
 
 Tensor softmax_along(const OpInfo& op, const Tensor& x, int axis, bool log) {
+  const OpScope scope(op.name);
   check_float(op.name, x);
   MT_CHECK(ShapeError, x.rank() > 0, op.name, ": expected at least one axis, got ", x);
   axis = normalize_axis(op.name, axis, x.rank());
@@ -41,6 +42,7 @@ Tensor norm_parameter(const OpInfo& op, const char* what, const Tensor& p, const
 }
 
 Normed norm(const OpInfo& op, NormKind kind, const Tensor& x, const Tensor& residual, const Tensor& weight, const Tensor& bias, double eps) {
+  const OpScope scope(op.name);
   check_float(op.name, x);
   MT_CHECK(ShapeError, x.rank() > 0, op.name, ": expected at least one axis, got ", x);
   const std::int64_t columns = x.size(-1), rows = columns > 0 ? x.numel() / columns : 0;
@@ -115,6 +117,7 @@ Normed add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& w, do
 
 Tensor batch_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& running_mean, const Tensor& running_var,
                   bool training, double momentum, double eps) {
+  const OpScope scope("batch_norm");
   check_float("batch_norm", x);
   MT_CHECK(ShapeError, x.rank() == 4, "batch_norm: expected [N,C,H,W], got ", x);
   const std::int64_t channels = x.size(1);

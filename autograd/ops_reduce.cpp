@@ -30,6 +30,7 @@ Tensor drop_axes(const char* op, const Tensor& y, const std::vector<int>& axes) 
 }
 
 Tensor reduce(const OpInfo& op, ReduceOp kind, const Tensor& input, const std::vector<int>& axes, bool keepdims) {
+  const OpScope scope(op.name);
   check_float(op.name, input);
   const Tensor x = autocast(op.cast, input);
   const Shape kept = reduced_shape(op.name, x, axes);
@@ -45,6 +46,7 @@ Tensor reduce(const OpInfo& op, ReduceOp kind, const Tensor& input, const std::v
 }
 
 Tensor extremum(const OpInfo& op, const Tensor& x, int axis, bool keepdims) {
+  const OpScope scope(op.name);
   check_float(op.name, x);
   axis = normalize_axis(op.name, axis, x.rank());
   MT_CHECK(ShapeError, x.shape()[axis] > 0, op.name, ": axis ", axis, " of ", x, " is empty");
@@ -62,6 +64,7 @@ Tensor sum(const Tensor& x, std::vector<int> axes, bool keepdims) { return reduc
 Tensor mean(const Tensor& x, std::vector<int> axes, bool keepdims) { return reduce(kMean, ReduceOp::mean, x, axes, keepdims); }
 
 Tensor var(const Tensor& input, std::vector<int> axes, bool keepdims, int correction) {
+  const OpScope scope("var");
   check_float("var", input);
   const Tensor x = input.to(compute_dtype(input.dtype()));
   const Tensor deviation = x - mean(x, axes, true);
@@ -75,6 +78,7 @@ Tensor max(const Tensor& x, int axis, bool keepdims) { return extremum(kMax, x, 
 Tensor min(const Tensor& x, int axis, bool keepdims) { return extremum(kMin, x, axis, keepdims); }
 
 Tensor argmax(const Tensor& x, int axis, bool keepdims) {
+  const OpScope scope("argmax");
   check_float("argmax", x);
   axis = normalize_axis("argmax", axis, x.rank());
   MT_CHECK(ShapeError, x.shape()[axis] > 0, "argmax: axis ", axis, " of ", x, " is empty");

@@ -50,12 +50,14 @@ Tensor contiguous_data(const Tensor& x) {
 }
 
 Tensor Tensor::contiguous() const {
+  const OpScope scope("contiguous");
   check_defined("contiguous", *this);
   if (is_contiguous()) return *this;
   return view_op("contiguous", *this, contiguous_data(*this), [](const Tensor& g) { return g; });
 }
 
 Tensor Tensor::clone() const {
+  const OpScope scope("clone");
   check_defined("clone", *this);
   Tensor y = empty_like(*this);
   backend(y).copy(*this, y);
@@ -63,6 +65,7 @@ Tensor Tensor::clone() const {
 }
 
 Tensor Tensor::reshape(const Shape& requested) const {
+  const OpScope scope("reshape");
   check_defined("reshape", *this);
   Shape shape = requested;
   std::int64_t known = 1;
@@ -168,6 +171,7 @@ Tensor Tensor::unsqueeze(int axis) const {
 Tensor Tensor::to(DType dtype) const { return dtype == dtype_ && defined() ? *this : cast(*this, dtype); }
 
 Tensor Tensor::to(Device target) const {
+  const OpScope scope("to");
   check_defined("to", *this);
   const Device from = device();
   if (target == from) return *this;
@@ -205,6 +209,7 @@ void Tensor::copy_(const Tensor& source) const {
 }
 
 Tensor concat(const std::vector<Tensor>& inputs, int axis) {
+  const OpScope scope("concat");
   MT_CHECK(ShapeError, !inputs.empty(), "concat: nothing to concatenate");
   DType dtype = inputs[0].dtype();
   for (const Tensor& x : inputs) {
