@@ -12,13 +12,15 @@ constexpr OpInfo kMatmul{"matmul", Cast::low}, kLinear{"linear", Cast::low}, kAt
     kAttentionQkv{"attention_qkv", Cast::low};
 constexpr OpInfo kTable[] = {kMatmul, kLinear, kAttention, kAttentionQkv};
 
-/// x with one of its last two axes contiguous, as the backend's products need it.
-Tensor operand(const Tensor& x) {
+/// Whether one of the last two axes is contiguous, as the backend's products need it.
+bool is_matrix(const Tensor& x) {
   const std::int64_t rows = x.size(-2), columns = x.size(-1);
   const bool row_major = x.stride(-1) == 1 && x.stride(-2) >= std::max<std::int64_t>(1, columns);
   const bool column_major = x.stride(-2) == 1 && x.stride(-1) >= std::max<std::int64_t>(1, rows);
-  return row_major || column_major ? x.detach() : contiguous_data(x);
+  return row_major || column_major;
 }
+
+Tensor operand(const Tensor& x) { return is_matrix(x) ? x.detach() : contiguous_data(x); }
 
 Tensor transposed(const Tensor& x) {
   Shape shape = x.shape();
@@ -40,6 +42,14 @@ void multiply(const Tensor& a, const Tensor& b, const MatmulOptions& options, Te
   backend(y).matmul(operand(a), operand(b), options, y);
 }
 
+/// y = or += a b for a gradient buffer of any layout.
+void multiply_into(const Tensor& a, const Tensor& b, bool accumulate, Tensor& y) {
+  if (is_matrix(y)) return multiply(a, b, {.accumulate = accumulate}, y);
+  Tensor product = empty(y.shape(), {y.dtype(), y.device()});
+  multiply(a, b, {}, product);
+  accumulate ? backend(y).accumulate(product, y) : backend(y).copy(product, y);
+}
+
 Tensor batched_matmul(const Tensor& a, const Tensor& b) {
   Shape batch_a, batch_b;
   for (int i = 0; i + 2 < a.rank(); ++i) batch_a.push_back(a.shape()[i]);
@@ -56,7 +66,7 @@ Tensor batched_matmul(const Tensor& a, const Tensor& b) {
       const Tensor& x = i == 0 ? a.get() : b.get();
       const Tensor other = transposed(with_batch(i == 0 ? b.get() : a.get(), batch));
       const auto product = [&](bool accumulate, Tensor& gx) {
-        multiply(i == 0 ? g[0] : other, i == 0 ? other : g[0], {.accumulate = accumulate}, gx);
+        multiply_into(i == 0 ? g[0] : other, i == 0 ? other : g[0], accumulate, gx);
       };
       if (x.rank() - 2 == batch.rank() && with_batch(x, batch).shape() == x.shape()) {
         out.write(i, [&](Tensor& gx, bool accumulate) { product(accumulate, gx); });
@@ -137,17 +147,17 @@ Tensor linear(const Tensor& input, const Tensor& weight, const Tensor& bias, Act
       g = inner;
     }
     out.write(0, [&](Tensor& gx, bool accumulate) {
+      const std::int64_t in = w.get().size(1);
       if (gx.is_contiguous()) {
-        Tensor flat = gx.view({rows, w.get().size(1)}, {w.get().size(1), 1}, gx.offset());
-        multiply(g, w.get(), {.accumulate = accumulate}, flat);
-        return;
+        Tensor flat = gx.view({rows, in}, {in, 1}, gx.offset());
+        return multiply_into(g, w.get(), accumulate, flat);
       }
-      Tensor product = empty(gx.shape(), {gx.dtype(), gx.device()});
-      Tensor flat = product.view({rows, w.get().size(1)}, {w.get().size(1), 1}, 0);
+      const Tensor product = empty(gx.shape(), {gx.dtype(), gx.device()});
+      Tensor flat = product.view({rows, in}, {in, 1}, 0);
       multiply(g, w.get(), {}, flat);
       accumulate ? backend(gx).accumulate(product, gx) : backend(gx).copy(product, gx);
     });
-    out.write(1, [&](Tensor& gw, bool accumulate) { multiply(transposed(g), x.get(), {.accumulate = accumulate}, gw); });
+    out.write(1, [&](Tensor& gw, bool accumulate) { multiply_into(transposed(g), x.get(), accumulate, gw); });
     out.write(2, [&](Tensor& gb, bool accumulate) {
       Tensor row = gb.view({1, features}, {features, 1}, gb.offset());
       backend(g).reduce(ReduceOp::sum, g, accumulate, row);

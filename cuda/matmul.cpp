@@ -159,7 +159,7 @@ void CudaBackend::matmul(const Tensor& a, const Tensor& b, const MatmulOptions& 
   const detail::OpRange range("matmul");
   const bool plain = o.bias == nullptr && o.activation == Activation::none && o.grad_activation == Activation::none && o.pre_activation == nullptr;
   if (!row_major(y)) {
-    MT_ASSERT(plain, "matmul: an epilogue needs a row-major result");
+    MT_ASSERT(plain && y.stride(-2) == 1, "matmul: neither of the last two axes of ", y, " is contiguous, or an epilogue needs its rows to be");
     Tensor yt = transposed(y);
     matmul(transposed(b), transposed(a), {.alpha = o.alpha, .accumulate = o.accumulate}, yt);
     return;
