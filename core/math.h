@@ -1,7 +1,8 @@
 #pragma once
-// Scalar maths for elementwise ops, the same source for both devices. On the GPU these are the CUDA maths functions;
-// on the CPU the float versions of exp, expm1, log, log1p, tanh and erf are branch-free so that compilers vectorise
-// loops over them. Errors are at most 2 units in the last place; NaN propagates; 0 is exact, with its sign.
+// Scalar maths for elementwise ops, the same source for both devices. On the GPU these are the CUDA maths
+// functions; on the CPU the float versions of exp, expm1, log, log1p, tanh and erf are branch-free so that
+// compilers vectorise loops over them. Errors are at most 2 units in the last place; NaN propagates; 0 is
+// exact, with its sign.
 
 #include <bit>
 #include <cmath>
@@ -12,20 +13,26 @@
 namespace mantissa::math {
 
 #if !defined(__CUDA_ARCH__)
+// A call that is left in a loop keeps it from vectorising.
+#define MT_FORCE_INLINE [[gnu::always_inline]] inline
+
 namespace detail {
 
 /// 2^k for k in [-126, 127].
-inline float power_of_two(std::int32_t k) { return std::bit_cast<float>(static_cast<std::uint32_t>(k + 127) << 23); }
+MT_FORCE_INLINE float power_of_two(std::int32_t k) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(k + 127) << 23);
+}
 
 /// x = n ln 2 + r with |r| <= ln 2 / 2 (n an integer), and e^r - 1 = r + r^2 q(r).
 struct Reduced {
   std::int32_t n;
   float r, tail;  // tail = r^2 q(r)
 };
-inline Reduced reduce_exp(float x) {
+MT_FORCE_INLINE Reduced reduce_exp(float x) {
   constexpr float kRound = 12582912.0f;  // 1.5 2^23: adding it leaves the nearest integer in the low bits
   const float shifted = x * 1.44269504f + kRound, n = shifted - kRound;
-  const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;  // ln 2 in two parts, n times the first is exact
+  const float r =
+      (x - n * 0.693359375f) - n * -2.12194440e-4f;  // ln 2 in two parts, n times the first is exact
   float q = 0.000199144153f;
   q = q * r + 0.00139411679f;
   q = q * r + 0.0083332723f;
@@ -36,7 +43,7 @@ inline Reduced reduce_exp(float x) {
   return {static_cast<std::int32_t>(bits), r, r * r * q};
 }
 
-inline float exp(float x) {
+MT_FORCE_INLINE float exp(float x) {
   x = x < -104.0f ? -104.0f : x;  // e^-104 rounds to 0, e^89 to infinity; NaN passes both comparisons
   x = x > 89.0f ? 89.0f : x;
   const Reduced s = reduce_exp(x);
@@ -44,7 +51,7 @@ inline float exp(float x) {
   return (1.0f + (s.r + s.tail)) * power_of_two(half) * power_of_two(s.n - half);
 }
 
-inline float expm1(float x) {
+MT_FORCE_INLINE float expm1(float x) {
   const float clamped = x < -18.0f ? -18.0f : x > 89.0f ? 89.0f : x;
   const Reduced s = reduce_exp(clamped);
   const float scale = power_of_two(s.n - 1);  // half of 2^n, which may overflow on its own
@@ -52,10 +59,11 @@ inline float expm1(float x) {
   return x < 0x1p-25f && x > -0x1p-25f ? x : y;  // keeps subnormals and the sign of 0
 }
 
-inline float log(float x) {
+MT_FORCE_INLINE float log(float x) {
   const bool subnormal = x < 1.17549435e-38f;
   const float scaled = subnormal ? x * 8388608.0f : x;
-  const std::uint32_t bits = std::bit_cast<std::uint32_t>(scaled), above = bits - 0x3f3504f3u;  // from sqrt(1/2)
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(scaled),
+                      above = bits - 0x3f3504f3u;  // from sqrt(1/2)
   const std::int32_t exponent = static_cast<std::int32_t>(above) >> 23;
   const float f = std::bit_cast<float>(bits - (static_cast<std::uint32_t>(exponent) << 23)) - 1.0f;
   const float e = static_cast<float>(exponent) - (subnormal ? 23.0f : 0.0f);
@@ -75,13 +83,13 @@ inline float log(float x) {
   return x < 0.0f || x != x ? std::bit_cast<float>(0x7fc00000u) : y;
 }
 
-inline float log1p(float x) {
+MT_FORCE_INLINE float log1p(float x) {
   const float u = 1.0f + x, lost = x - (u - 1.0f);  // what the sum dropped, to first order
   const float whole = log(u), y = whole + lost / u;
   return u == 1.0f ? x : u == 0.0f || u == std::bit_cast<float>(0x7f800000u) ? whole : y;
 }
 
-inline float tanh(float x) {
+MT_FORCE_INLINE float tanh(float x) {
   const float a = x < 0.0f ? -x : x, z = x * x;
   float p = 0.00239899987f;
   p = p * z + -0.00841679424f;
@@ -94,7 +102,7 @@ inline float tanh(float x) {
   return std::copysign(a < 0.55f ? small : large, x);
 }
 
-inline float erf(float x) {
+MT_FORCE_INLINE float erf(float x) {
   const float a = x < 0.0f ? -x : x, z = x * x;
   float p = -9.68014047e-06f;
   p = p * z + 0.000112705457f;
@@ -128,12 +136,13 @@ MT_HD inline float log1p(float x) { return ::log1pf(x); }
 MT_HD inline float tanh(float x) { return ::tanhf(x); }
 MT_HD inline float erf(float x) { return ::erff(x); }
 #else
-MT_HD inline float exp(float x) { return detail::exp(x); }
-MT_HD inline float expm1(float x) { return detail::expm1(x); }
-MT_HD inline float log(float x) { return detail::log(x); }
-MT_HD inline float log1p(float x) { return detail::log1p(x); }
-MT_HD inline float tanh(float x) { return detail::tanh(x); }
-MT_HD inline float erf(float x) { return detail::erf(x); }
+MT_HD MT_FORCE_INLINE float exp(float x) { return detail::exp(x); }
+MT_HD MT_FORCE_INLINE float expm1(float x) { return detail::expm1(x); }
+MT_HD MT_FORCE_INLINE float log(float x) { return detail::log(x); }
+MT_HD MT_FORCE_INLINE float log1p(float x) { return detail::log1p(x); }
+MT_HD MT_FORCE_INLINE float tanh(float x) { return detail::tanh(x); }
+MT_HD MT_FORCE_INLINE float erf(float x) { return detail::erf(x); }
+#undef MT_FORCE_INLINE
 #endif
 
 MT_HD inline double exp(double x) { return ::exp(x); }

@@ -41,21 +41,34 @@ struct Gradient {
   }
 };
 
+// Elements go through local copies: without stores under the rule's branches the loops vectorise.
+
 template <class T>
-void update_block(std::int64_t n, const Gradient<T>& gradient, const SgdElement<T>& rule,
-                  const T* __restrict g, T* __restrict w, T* __restrict m, T*) {
-  T none = 0;
-  if (m == nullptr) {
-    for (std::int64_t i = 0; i < n; ++i) rule(gradient(g[i]), w[i], none);
-  } else {
-    for (std::int64_t i = 0; i < n; ++i) rule(gradient(g[i]), w[i], m[i]);
+void update_block(std::int64_t n, const Gradient<T> gradient, const SgdElement<T> rule, const T* __restrict g,
+                  T* __restrict w, T* __restrict m, T*) {
+  for (std::int64_t i = 0; m == nullptr && i < n; ++i) {
+    T weight = w[i], none = 0;
+    rule(gradient(g[i]), weight, none);
+    w[i] = weight;
+  }
+  for (std::int64_t i = 0; m != nullptr && i < n; ++i) {
+    T weight = w[i], buffer = m[i];
+    rule(gradient(g[i]), weight, buffer);
+    w[i] = weight;
+    m[i] = buffer;
   }
 }
 
 template <class T>
-void update_block(std::int64_t n, const Gradient<T>& gradient, const AdamElement<T>& rule,
+void update_block(std::int64_t n, const Gradient<T> gradient, const AdamElement<T> rule,
                   const T* __restrict g, T* __restrict w, T* __restrict m, T* __restrict v) {
-  for (std::int64_t i = 0; i < n; ++i) rule(gradient(g[i]), w[i], m[i], v[i]);
+  for (std::int64_t i = 0; i < n; ++i) {
+    T weight = w[i], first = m[i], second = v[i];
+    rule(gradient(g[i]), weight, first, second);
+    w[i] = weight;
+    m[i] = first;
+    v[i] = second;
+  }
 }
 
 template <class T, class Rule>
