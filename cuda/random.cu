@@ -2,7 +2,7 @@
 #include "core/random.h"
 #include "cuda/cuda_backend.h"
 #include "cuda/cuda_check.h"
-#include "cuda/row_major.cuh"
+#include "cuda/kernel.cuh"
 
 namespace mantissa {
 namespace {
@@ -24,11 +24,11 @@ struct Dropout {
 // Bytes: x and y once; floor = those / bandwidth. Two blocks of random numbers a thread.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    dropout_kernel(Dropout<compute_t<T>> f, std::int64_t n, const T* x, T* y) {
+    dropout_kernel(Dropout<compute_t<T>> f, std::int64_t n, bool aligned, const T* x, T* y) {
   constexpr int V = 8;
   const std::int64_t i = (static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x) * V;
   if (i >= n) return;
-  const bool whole = i + V <= n;
+  const bool whole = aligned && i + V <= n;
   Vec<T, V> in{};
   if (whole) {
     in = load<V>(x + i);
@@ -47,20 +47,6 @@ __global__ void __launch_bounds__(kThreads)
   if (whole) return store(y + i, out);
   for (int j = 0; j < V; ++j)
     if (i + j < n) y[i + j] = out.v[j];
-}
-
-// Any strides: four elements a thread.
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    dropout_strided_kernel(Dropout<compute_t<T>> f, std::int64_t n, const T* x, T* y, RowMajor x_at,
-                           RowMajor y_at) {
-  const std::int64_t quad = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (quad * 4 >= n) return;
-  compute_t<T> value[4];
-  for (int j = 0; j < 4; ++j) value[j] = quad * 4 + j < n ? widen(x[x_at(quad * 4 + j)]) : compute_t<T>(0);
-  f.drop(quad, value);
-  for (int j = 0; j < 4; ++j)
-    if (quad * 4 + j < n) y[y_at(quad * 4 + j)] = convert<T>(value[j]);
 }
 
 /// Box and Muller's transform, on (0, 1] for the logarithm.
@@ -110,13 +96,8 @@ void CudaBackend::dropout(const Tensor& x, double p, PhiloxState state, Tensor& 
     const Dropout<A> f{state, static_cast<float>(p), p < 1 ? static_cast<A>(1 / (1 - p)) : A(0)};
     const auto* from = static_cast<const T*>(x.data());
     auto* to = static_cast<T*>(y.data());
-    if (x.is_contiguous() && y.is_contiguous() && aligned_alike(from, to)) {
-      dropout_kernel<<<static_cast<unsigned>(ceil_div(n, kThreads * 8)), kThreads, 0, stream()>>>(f, n, from,
-                                                                                                  to);
-    } else {
-      dropout_strided_kernel<<<static_cast<unsigned>(ceil_div(n, kThreads * 4)), kThreads, 0, stream()>>>(
-          f, n, from, to, RowMajor(x), RowMajor(y));
-    }
+    dropout_kernel<<<static_cast<unsigned>(ceil_div(n, kThreads * 8)), kThreads, 0, stream()>>>(
+        f, n, aligned_alike(from, to), from, to);
     MT_LAUNCHED();
   });
 }
