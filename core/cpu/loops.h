@@ -2,6 +2,7 @@
 // Elementwise loops of one, two or three inputs over a strided plan, in blocks and on several threads.
 
 #include "core/cpu/block.h"
+#include "core/cpu/parallel.h"
 #include "core/strided.h"
 
 namespace mantissa {

@@ -3,6 +3,7 @@
 
 #include "core/cpu/block.h"
 #include "core/cpu/lanes.h"
+#include "core/cpu/parallel.h"
 
 namespace mantissa {
 
