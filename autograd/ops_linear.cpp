@@ -147,13 +147,13 @@ Tensor linear(const Tensor& input, const Tensor& weight, const Tensor& bias, Act
       g = inner;
     }
     out.write(0, [&](Tensor& gx, bool accumulate) {
-      const std::int64_t in = w.get().size(1);
+      const std::int64_t columns = w.get().size(1);
       if (gx.is_contiguous()) {
-        Tensor flat = gx.view({rows, in}, {in, 1}, gx.offset());
+        Tensor flat = gx.view({rows, columns}, {columns, 1}, gx.offset());
         return multiply_into(g, w.get(), accumulate, flat);
       }
       const Tensor product = empty(gx.shape(), {gx.dtype(), gx.device()});
-      Tensor flat = product.view({rows, in}, {in, 1}, 0);
+      Tensor flat = product.view({rows, columns}, {columns, 1}, 0);
       multiply(g, w.get(), {}, flat);
       accumulate ? backend(gx).accumulate(product, gx) : backend(gx).copy(product, gx);
     });
