@@ -153,7 +153,9 @@ TYPED_TEST(Types, TensorsConvertLikeScalars) {
       }
       ASSERT_EQ(bits[i].bits, expected.bits) << std::hexfloat << value << " on " << to_string(device);
       // E4M3 turns what overflows into NaN.
-      if (!std::isnan(static_cast<float>(expected))) ASSERT_EQ(back[static_cast<std::size_t>(i)], static_cast<float>(expected));
+      if (!std::isnan(static_cast<float>(expected))) {
+        ASSERT_EQ(back[static_cast<std::size_t>(i)], static_cast<float>(expected));
+      }
     }
   }
 }
