@@ -188,7 +188,8 @@ void CudaBackend::matmul(const Tensor& a, const Tensor& b, const MatmulOptions& 
     } else {
       epilogue = o.activation == Activation::relu ? (bias ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_RELU) : CUBLASLT_EPILOGUE_BIAS;
     }
-    if (aux != nullptr && y.size(-1) % 8 != 0) fused = false;  // the library wants aux rows of whole 16 bytes
+    // The library wants rows of whole 16 bytes; its kernels for narrower ones round to 16 bits before they add the bias.
+    if (y.size(-1) % 8 != 0 || alignment_of({a.data(), b.data(), y.data(), bias ? o.bias->data() : nullptr, aux}, 0) < 16) fused = false;
   }
   const Batches batches(a, b, y);
   const std::int64_t k = a.size(-1);

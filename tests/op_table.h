@@ -11,9 +11,9 @@
 
 namespace mantissa::testing {
 
-enum class Layout { contiguous, strided, broadcast, empty, one, odd, large };
+enum class Layout { contiguous, strided, broadcast, empty, one, odd, large, aligned };
 inline const char* name(Layout l) {
-  constexpr const char* names[] = {"contiguous", "strided", "broadcast", "empty", "one element", "odd sizes", "large"};
+  constexpr const char* names[] = {"contiguous", "strided", "broadcast", "empty", "one element", "odd sizes", "large", "large and aligned"};
   return names[static_cast<int>(l)];
 }
 
@@ -44,6 +44,7 @@ inline Shape any_shape(Layout l) {
     case Layout::one: return {1};
     case Layout::odd: return {3, 5, 7};
     case Layout::large: return {67, 301};
+    case Layout::aligned: return {64, 320};
     default: return {4, 6};
   }
 }
@@ -76,6 +77,7 @@ inline void add_linear(std::vector<Row>& rows) {
     if (l == Layout::one) m = k = n = 1;
     if (l == Layout::odd) m = 7, k = 11, n = 3;
     if (l == Layout::large) m = 129, k = 257, n = 130;
+    if (l == Layout::aligned) m = 128, k = 256, n = 192;
   };
   rows.push_back({"matmul", "", [=](Layout l) {
                     std::int64_t m, k, n;
@@ -94,7 +96,7 @@ inline void add_linear(std::vector<Row>& rows) {
   rows.push_back({"matmul", "vector", [=](Layout l) {
                     std::int64_t m, k, n;
                     sizes(l, m, k, n);
-                    if (l == Layout::broadcast || l == Layout::large) return std::vector<Input>{};
+                    if (l == Layout::broadcast || l == Layout::large || l == Layout::aligned) return std::vector<Input>{};
                     return same({{{k}}, {{3, k, n}}});
                   },
                   [](std::span<const Tensor> x) { return matmul(x[0], x[1]); }});
@@ -120,7 +122,7 @@ inline void add_linear(std::vector<Row>& rows) {
                         if (l == Layout::empty) b = 0;
                         if (l == Layout::one) b = t = d = 1, h = groups;
                         if (l == Layout::odd) b = 1, t = 7, d = 3;
-                        if (l == Layout::large) b = 2, h = 4, t = 96, d = 64;
+                        if (l == Layout::large || l == Layout::aligned) b = 2, h = 4, t = l == Layout::large ? 96 : 128, d = 64;
                         return same({{{b, h, t, d}}, {{b, h / groups, t, d}}, {{b, h / groups, t, d}}});
                       },
                       [=](std::span<const Tensor> x) { return attention(x[0], x[1], x[2], causal); }, 1.5, 2.0});
@@ -131,7 +133,7 @@ inline void add_linear(std::vector<Row>& rows) {
                     if (l == Layout::empty) b = 0;
                     if (l == Layout::one) b = t = d = 1;
                     if (l == Layout::odd) b = 3, t = 7, d = 3;
-                    if (l == Layout::large) b = 2, t = 128, d = 64;
+                    if (l == Layout::large || l == Layout::aligned) b = 2, t = l == Layout::large ? 120 : 128, d = 64;
                     return same({{{b, t, 3 * 2 * d}}});
                   },
                   [](std::span<const Tensor> x) { return attention_qkv(x[0], 2); }, 1.5, 2.0});
@@ -171,7 +173,7 @@ inline void add_norms(std::vector<Row>& rows) {
   for (const bool training : {true, false})
     rows.push_back({"batch_norm", training ? "training" : "inference", [](Layout l) {
                       if (l == Layout::broadcast || l == Layout::empty || l == Layout::one) return std::vector<Input>{};
-                      const Shape shape = l == Layout::odd ? Shape{3, 5, 3, 1} : l == Layout::large ? Shape{8, 17, 13, 11} : Shape{2, 3, 2, 3};
+                      const Shape shape = l == Layout::odd ? Shape{3, 5, 3, 1} : l == Layout::large ? Shape{8, 17, 13, 11} : l == Layout::aligned ? Shape{8, 16, 12, 12} : Shape{2, 3, 2, 3};
                       return same({{shape}, {.shape = {shape[1]}, .parameter = true}, {.shape = {shape[1]}, .parameter = true}});
                     },
                     [training](std::span<const Tensor> x) {
@@ -184,8 +186,8 @@ inline void add_losses(std::vector<Row>& rows) {
   for (const double smoothing : {0.0, 0.1})
     rows.push_back({"cross_entropy", smoothing > 0 ? "smoothing" : "", [](Layout l) {
                       if (l == Layout::broadcast) return std::vector<Input>{};
-                      const std::int64_t n = l == Layout::empty ? 0 : l == Layout::one ? 1 : l == Layout::odd ? 7 : l == Layout::large ? 130 : 4;
-                      const std::int64_t classes = l == Layout::one ? 1 : l == Layout::odd ? 5 : l == Layout::large ? 501 : 6;
+                      const std::int64_t n = l == Layout::empty ? 0 : l == Layout::one ? 1 : l == Layout::odd ? 7 : l == Layout::large ? 130 : l == Layout::aligned ? 128 : 4;
+                      const std::int64_t classes = l == Layout::one ? 1 : l == Layout::odd ? 5 : l == Layout::large ? 501 : l == Layout::aligned ? 512 : 6;
                       return same({{{n, classes}, -3, 3}, {.shape = {n}, .classes = classes, .differentiable = false}});
                     },
                     [smoothing](std::span<const Tensor> x) {
@@ -244,6 +246,7 @@ inline void add_images(std::vector<Row>& rows) {
                       if (l == Layout::one) n = 1, in = out = c.o.groups, h = w = c.kernel + (c.kernel - 1) * (c.o.dilation[0] - 1);
                       if (l == Layout::odd) n = 3, in = 2, out = 4, h = 7, w = 9;
                       if (l == Layout::large) n = 4, in = 16, out = 24, h = 14, w = 13;
+                      if (l == Layout::aligned) n = 4, in = 32, out = 64, h = w = 16;
                       std::vector<Input> inputs{{{n, in, h, w}}, {{out, in / c.o.groups, c.kernel, c.kernel}}};
                       if (c.bias) inputs.push_back({{out}});
                       return inputs;
@@ -254,7 +257,7 @@ inline void add_images(std::vector<Row>& rows) {
   for (const Pool2dOptions& o : {Pool2dOptions{}, overlapping}) {
     const auto inputs = [](Layout l) {
       if (l == Layout::broadcast) return std::vector<Input>{};
-      return same({{l == Layout::empty ? Shape{0, 3, 4, 4} : l == Layout::one ? Shape{1, 1, 2, 2} : l == Layout::odd ? Shape{2, 3, 7, 5} : l == Layout::large ? Shape{4, 32, 15, 14} : Shape{2, 3, 4, 6}}});
+      return same({{l == Layout::empty ? Shape{0, 3, 4, 4} : l == Layout::one ? Shape{1, 1, 2, 2} : l == Layout::odd ? Shape{2, 3, 7, 5} : l == Layout::large ? Shape{4, 32, 15, 14} : l == Layout::aligned ? Shape{4, 32, 16, 16} : Shape{2, 3, 4, 6}}});
     };
     const std::string variant = o.padding[0] > 0 ? "overlapping" : "";
     rows.push_back({"max_pool2d", variant, inputs, [o](std::span<const Tensor> x) { return max_pool2d(x[0], o); }});
@@ -265,13 +268,13 @@ inline void add_images(std::vector<Row>& rows) {
 inline void add_indexing(std::vector<Row>& rows) {
   rows.push_back({"embedding", "", [](Layout l) {
                     if (l == Layout::broadcast) return std::vector<Input>{};
-                    const Shape ids = l == Layout::empty ? Shape{0, 2} : l == Layout::one ? Shape{1} : l == Layout::large ? Shape{9, 301} : Shape{3, 5};
+                    const Shape ids = l == Layout::empty ? Shape{0, 2} : l == Layout::one ? Shape{1} : l == Layout::large ? Shape{9, 301} : l == Layout::aligned ? Shape{16, 64} : Shape{3, 5};
                     return same({{.shape = ids, .classes = 7, .differentiable = false}, {{7, l == Layout::odd ? 5 : 8}}});
                   },
                   [](std::span<const Tensor> x) { return embedding(x[0], x[1]); }});
   const auto inputs = [](Layout l, bool base) {
     if (l == Layout::broadcast || l == Layout::strided) return std::vector<Input>{};
-    const std::int64_t rows_count = l == Layout::one ? 1 : 5, columns = l == Layout::large ? 300 : l == Layout::empty ? 0 : l == Layout::one ? 1 : 3, picks = l == Layout::large ? 40 : l == Layout::one ? 1 : 4;
+    const std::int64_t rows_count = l == Layout::one ? 1 : 5, columns = l == Layout::large ? 300 : l == Layout::aligned ? 256 : l == Layout::empty ? 0 : l == Layout::one ? 1 : 3, picks = l == Layout::large || l == Layout::aligned ? 40 : l == Layout::one ? 1 : 4;
     std::vector<Input> in{{{rows_count, columns}}, {.shape = {picks, columns}, .classes = rows_count, .differentiable = false}};
     if (base) in.push_back({{picks, columns}});
     return in;
