@@ -16,7 +16,7 @@ std::vector<std::string> includes(const fs::path& path) {
   std::string line;
   std::vector<std::string> found;
   while (std::getline(file, line))
-    if (line.starts_with("#include ")) found.push_back(line.substr(10, line.find_last_of("\">") - 10));
+    if (line.starts_with("#include ")) found.push_back(line.substr(10, line.find_first_of("\">", 10) - 10));
   return found;
 }
 
@@ -53,7 +53,7 @@ TEST(Layers, PublicHeadersNeedOnlyTheStandardLibrary) {
       if (entry.path().extension() != ".h") continue;
       for (const std::string& name : includes(entry.path())) {
         const bool ours = kMayInclude.contains(name.substr(0, name.find('/'))) && name.find('/') != std::string::npos;
-        const bool standard = name.find('/') == std::string::npos && name.find('.') == std::string::npos;
+        const bool standard = name.find('/') == std::string::npos && (name.find('.') == std::string::npos || name == "signal.h");  // POSIX
         EXPECT_TRUE(ours || standard) << entry.path() << " includes " << name;
       }
     }
