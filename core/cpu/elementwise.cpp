@@ -1,8 +1,34 @@
 // Forward elementwise kernels, copies and conversions.
+#include <limits>
+
 #include "core/cpu/cpu_backend.h"
 #include "core/cpu/loops.h"
 
 namespace mantissa {
+namespace {
+
+template <class To, class From>
+To convert(From x) {
+  if constexpr (std::is_same_v<To, From>) {
+    return x;
+  } else if constexpr (std::is_same_v<To, bool>) {
+    if constexpr (std::is_class_v<From>)
+      return static_cast<float>(x) != 0;
+    else
+      return x != From(0);
+  } else if constexpr (std::is_class_v<From>) {
+    return convert<To>(static_cast<float>(x));  // widening is exact
+  } else if constexpr (std::is_integral_v<To> && std::is_floating_point_v<From>) {
+    // C++ leaves values out of range undefined; here the nearest, and 0 for NaN.
+    using Limits = std::numeric_limits<To>;
+    if (x >= static_cast<From>(Limits::max())) return Limits::max();
+    return x > static_cast<From>(Limits::min()) ? static_cast<To>(x) : x != x ? To(0) : Limits::min();
+  } else {
+    return static_cast<To>(x);
+  }
+}
+
+}  // namespace
 
 void CpuBackend::unary(const UnaryOp& variant, const Tensor& x, Tensor& y) {
   std::visit(
@@ -26,7 +52,7 @@ void CpuBackend::binary(const BinaryOp& variant, const Tensor& a, const Tensor& 
 
 void CpuBackend::fill(double value, Tensor& y) {
   visit_all<CpuTypes>("fill", y.dtype(), [&]<class T>() {
-    const T v = static_cast<T>(value);
+    const T v = convert<T>(value);
     const auto plan = make_plan<1>(y.shape(), {&y});
     T* py = static_cast<T*>(y.data());
     for_each_run(plan, [&](const std::int64_t* at, std::int64_t n) {
@@ -36,22 +62,6 @@ void CpuBackend::fill(double value, Tensor& y) {
 }
 
 namespace {
-
-template <class To, class From>
-To convert(From x) {
-  if constexpr (std::is_same_v<To, From>) {
-    return x;
-  } else if constexpr (std::is_same_v<To, bool>) {
-    if constexpr (std::is_class_v<From>)
-      return static_cast<float>(x) != 0;
-    else
-      return x != From(0);
-  } else if constexpr (std::is_class_v<From>) {
-    return static_cast<To>(static_cast<float>(x));  // widening is exact
-  } else {
-    return static_cast<To>(x);
-  }
-}
 
 template <class From, class To>
 void convert_runs(const StridedPlan<2>& plan, const From* px, To* py) {
