@@ -88,7 +88,7 @@ void GPT::visit(Visitor& v) {
 
 Tensor GPT::operator()(const Tensor& ids) const {
   MT_CHECK(ShapeError, ids.rank() == 2 && ids.size(1) <= options.context, "GPT: expected tokens [batch, length <= ", options.context, "], got ", ids);
-  const auto drop = [&](const Tensor& x) { return dropout(x, options.dropout, training()); };
+  const auto drop = [this](const Tensor& x) { return dropout(x, options.dropout, training()); };
   // Made once: an upload in every step would wait for the device.
   if (!places_.defined() || places_.device() != ids.device()) places_ = arange(options.context, {DType::i64, ids.device()});
   Tensor residual = drop(tokens(ids) + positions(places_.slice(0, 0, ids.size(1))));
@@ -97,12 +97,13 @@ Tensor GPT::operator()(const Tensor& ids) const {
     const Block& block = blocks[i];
     const LayerNorm& next = i + 1 < blocks.size() ? blocks[i + 1].norm1 : norm;
     // Each addition to the residual stream is fused with the norm that reads it next.
-    const auto mix = [&](const Tensor& in) { return drop(block.attention(in)); };
-    const auto feed_forward = [&](const Tensor& in) { return drop(block.down(block.up(in))); };
-    const Tensor mixed = options.checkpoint_blocks ? checkpoint([&block, mix](std::span<const Tensor> in) { return mix(in[0]); }, {x}) : mix(x);
+    // The lambdas outlive this call when they are checkpointed: they hold copies.
+    const auto mix = [drop, &block](const Tensor& in) { return drop(block.attention(in)); };
+    const auto feed_forward = [drop, &block](const Tensor& in) { return drop(block.down(block.up(in))); };
+    const Tensor mixed = options.checkpoint_blocks ? checkpoint([mix](std::span<const Tensor> in) { return mix(in[0]); }, {x}) : mix(x);
     Normed sum = block.norm2(mixed, residual);
     const Tensor fed = options.checkpoint_blocks
-                           ? checkpoint([&block, feed_forward](std::span<const Tensor> in) { return feed_forward(in[0]); }, {sum.y})
+                           ? checkpoint([feed_forward](std::span<const Tensor> in) { return feed_forward(in[0]); }, {sum.y})
                            : feed_forward(sum.y);
     sum = next(fed, sum.sum);
     x = sum.y;
@@ -122,7 +123,11 @@ std::vector<std::int64_t> GPT::generate(std::vector<std::int64_t> prompt, int co
   MT_CHECK(ConfigError, !prompt.empty(), "generate: the prompt is empty");
   MT_CHECK(ConfigError, temperature >= 0 && top_k >= 0, "generate: temperature and top_k must not be negative");
   const NoGrad no_grad;
-  const bool was_training = training();
+  struct EvalMode {  // put back when sampling throws, too
+    GPT& model;
+    bool was_training = model.training();
+    ~EvalMode() { model.train(was_training); }
+  } const mode{*this};
   eval();
   const Device device = tokens.weight.device();
   for (int i = 0; i < count; ++i) {
@@ -150,7 +155,6 @@ std::vector<std::int64_t> GPT::generate(std::vector<std::int64_t> prompt, int co
     const auto pick = std::ranges::upper_bound(cumulative, u) - cumulative.begin();
     prompt.push_back(static_cast<std::int64_t>(order[static_cast<std::size_t>(std::min<std::ptrdiff_t>(pick, kept - 1))]));
   }
-  train(was_training);
   return prompt;
 }
 
