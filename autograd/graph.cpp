@@ -321,6 +321,8 @@ Tensor Tensor::grad() const {
 
 void Tensor::set_grad(const Tensor& g) const {
   Leaf& leaf = leaf_of(*this, "set_grad");
+  MT_CHECK(AutogradError, g.defined(), "set_grad: the gradient is undefined; zero_grad() clears one");
+  MT_CHECK(DTypeError, is_float(g.dtype()), "set_grad: expected f64, f32, f16 or bf16, got ", g);
   MT_CHECK(ShapeError, g.shape() == shape_ && g.device() == device(), "set_grad: the gradient is ", g, ", the tensor ", *this);
   zero_grad();
   BackwardOptions options;

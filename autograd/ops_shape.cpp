@@ -215,6 +215,7 @@ Tensor concat(const std::vector<Tensor>& inputs, int axis) {
   for (const Tensor& x : inputs) {
     check_same_device("concat", inputs[0], x);
     if (x.dtype() != dtype) {
+      check_float("concat", inputs[0]);
       check_float("concat", x);
       dtype = widest(dtype, x.dtype());
     }

@@ -110,6 +110,7 @@ Tensor zeros_like(const Tensor& x) {
 }
 
 Tensor arange(std::int64_t n, TensorOptions options) {
+  MT_CHECK(ShapeError, n >= 0, "arange: negative length ", n);
   std::vector<std::int64_t> values(static_cast<std::size_t>(n));
   for (std::int64_t i = 0; i < n; ++i) values[static_cast<std::size_t>(i)] = i;
   return from_vector(values, {n}, options);

@@ -8,6 +8,10 @@ namespace {
 void check_sizes(const char* layer, std::initializer_list<std::int64_t> sizes) {
   for (const std::int64_t n : sizes) MT_CHECK(ConfigError, n > 0, layer, ": sizes must be positive, got ", n);
 }
+Shape one_axis(const char* layer, std::int64_t size) {
+  check_sizes(layer, {size});
+  return {size};
+}
 
 Pool2dOptions pool_options(const char* layer, std::int64_t kernel, std::int64_t stride, std::int64_t padding) {
   check_sizes(layer, {kernel});
@@ -45,13 +49,14 @@ Embedding::Embedding(std::int64_t rows, std::int64_t size, Device device) {
 void Embedding::visit(Visitor& v) { v("weight", weight); }
 
 LayerNorm::LayerNorm(std::int64_t size, double epsilon, Device device)
-    : weight(parameter(mantissa::ones({size}), device)), bias(parameter(mantissa::zeros({size}), device)), eps(epsilon) {}
+    : weight(parameter(mantissa::ones(one_axis("LayerNorm", size)), device)), bias(parameter(mantissa::zeros({size}), device)), eps(epsilon) {}
 void LayerNorm::visit(Visitor& v) {
   v("weight", weight);
   v("bias", bias);
 }
 
-RMSNorm::RMSNorm(std::int64_t size, double epsilon, Device device) : weight(parameter(mantissa::ones({size}), device)), eps(epsilon) {}
+RMSNorm::RMSNorm(std::int64_t size, double epsilon, Device device)
+    : weight(parameter(mantissa::ones(one_axis("RMSNorm", size)), device)), eps(epsilon) {}
 void RMSNorm::visit(Visitor& v) { v("weight", weight); }
 
 Conv2d::Conv2d(std::int64_t in, std::int64_t out, std::int64_t kernel, Options o, Device device) {
@@ -73,7 +78,7 @@ void Conv2d::visit(Visitor& v) {
 }
 
 BatchNorm2d::BatchNorm2d(std::int64_t channels, double m, double e, Device device)
-    : weight(parameter(mantissa::ones({channels}), device)),
+    : weight(parameter(mantissa::ones(one_axis("BatchNorm2d", channels)), device)),
       bias(parameter(mantissa::zeros({channels}), device)),
       running_mean(buffer(mantissa::zeros({channels}), device)),
       running_var(buffer(mantissa::ones({channels}), device)),

@@ -30,7 +30,9 @@ Schedule step_decay(double lr, std::int64_t every, double factor, std::int64_t w
 namespace {
 
 void check_schedule(const Schedule& s) {
-  MT_CHECK(ConfigError, std::isfinite(s.base) && s.base >= 0, "schedule: the learning rate must be finite and not negative, got ", s.base);
+  for (const double rate : {s.base, s.final})
+    MT_CHECK(ConfigError, std::isfinite(rate) && rate >= 0, "schedule: the learning rate must be finite and not negative, got ", rate);
+  MT_CHECK(ConfigError, std::isfinite(s.factor) && s.factor >= 0, "schedule: the factor must be finite and not negative, got ", s.factor);
   MT_CHECK(ConfigError, s.warmup >= 0 && s.every > 0, "schedule: warmup must not be negative and `every` positive, got ", s.warmup, " and ", s.every);
   const bool ends = s.decay == Schedule::Decay::linear || s.decay == Schedule::Decay::cosine;
   MT_CHECK(ConfigError, !ends || s.total > s.warmup, "schedule: total (", s.total, ") must exceed warmup (", s.warmup, ")");
