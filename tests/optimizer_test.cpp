@@ -180,7 +180,7 @@ TEST_P(Optimizers, ParametersWithoutGradientAreLeftAlone) {
     const auto optimizer = adam ? std::unique_ptr<Optimizer>(new AdamW(groups, AdamOptions{.lr = 0.125}))
                                 : std::unique_ptr<Optimizer>(new SGD(groups, SGDOptions{.lr = 0.125, .momentum = 0.5}));
     const auto moments = [&] {
-      std::vector<std::vector<std::byte>> all;
+      std::vector<Bytes> all;
       for (const auto& [name, value] : optimizer->state_dict())
         if (name.ends_with(".0") || name.ends_with(".2")) all.push_back(bytes(value));
       return all;
@@ -448,7 +448,7 @@ TEST_P(Optimizers, AStateThatDoesNotFitIsRefusedAndChangesNothing) {
   adam.step();
   const StateDict good = adam.state_dict();
   const auto snapshot = [&] {
-    std::vector<std::vector<std::byte>> all;
+    std::vector<Bytes> all;
     for (const auto& [name, value] : adam.state_dict()) all.push_back(bytes(value));
     return all;
   };

@@ -2,7 +2,9 @@
 // What the tests of the training step share: suites that run on every device, exact bytes, gradients by decree.
 
 #include <cstddef>
+#include <cstdint>
 #include <limits>
+#include <ostream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,10 +29,19 @@ inline std::string device_label(const ::testing::TestParamInfo<Device>& info) {
 #define MT_ON_DEVICES(Suite)                                                                                                 \
   INSTANTIATE_TEST_SUITE_P(Devices, Suite, ::testing::ValuesIn(::mantissa::testing::devices()), ::mantissa::testing::device_label)
 
-/// The bytes of a dense tensor, in memory order.
-inline std::vector<std::byte> bytes(const Tensor& x) {
-  std::vector<std::byte> out(static_cast<std::size_t>(x.numel()) * size_of(x.dtype()));
-  if (!out.empty()) backend(x).copy_to_host(x.detach().view({x.numel()}, {1}, x.offset()), out.data());
+/// The bytes of a dense tensor, in memory order; printed as a length and a checksum.
+struct Bytes {
+  std::vector<std::byte> value;
+  bool operator==(const Bytes&) const = default;
+};
+inline void PrintTo(const Bytes& x, std::ostream* out) {
+  std::uint64_t sum = 14695981039346656037ull;
+  for (const std::byte b : x.value) sum = (sum ^ static_cast<std::uint64_t>(b)) * 1099511628211ull;
+  *out << x.value.size() << " bytes with checksum " << std::hex << sum << std::dec;
+}
+inline Bytes bytes(const Tensor& x) {
+  Bytes out{std::vector<std::byte>(static_cast<std::size_t>(x.numel()) * size_of(x.dtype()))};
+  if (!out.value.empty()) backend(x).copy_to_host(x.detach().view({x.numel()}, {1}, x.offset()), out.value.data());
   return out;
 }
 
@@ -56,6 +67,13 @@ inline Tensor loss_with_gradients(const std::vector<Tensor>& parameters, const s
     if (gradients[i].defined()) loss = loss + sum(parameters[i] * gradients[i]);
   return loss;
 }
+
+/// `MT_ONE_THREAD` in a file of whole runs of tiny models: threads would only wait for each other on a busy machine.
+class OneThread : public ::testing::Environment {
+  void SetUp() override { set_num_threads(1); }
+};
+#define MT_ONE_THREAD \
+  [[maybe_unused]] ::testing::Environment* const one_thread = ::testing::AddGlobalTestEnvironment(new ::mantissa::testing::OneThread)
 
 inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 

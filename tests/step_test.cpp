@@ -38,8 +38,8 @@ struct Training {
   }
   Tensor backward() { return backward(images); }
   /// Every byte that a step could change, by name.
-  std::vector<std::pair<std::string, std::vector<std::byte>>> snapshot() {
-    std::vector<std::pair<std::string, std::vector<std::byte>>> all;
+  std::vector<std::pair<std::string, Bytes>> snapshot() {
+    std::vector<std::pair<std::string, Bytes>> all;
     for (const auto& [name, p] : model->named_parameters()) {
       all.emplace_back(name, bytes(p));
       if (const Tensor& working = p.node()->leaf->working; working.defined()) all.emplace_back(name + " (working copy)", bytes(working));
@@ -129,7 +129,7 @@ TEST_P(Step, ABadBatchDoesNotSpoilTheRunningStatistics) {  // pytorch#88474
 TEST_P(Step, AppliedStepsDoMoveTheRunningStatistics) {
   Training run(device());
   const auto buffers = [&] {
-    std::vector<std::vector<std::byte>> all;
+    std::vector<Bytes> all;
     for (const auto& [name, b] : run.model->named_buffers()) all.push_back(bytes(b));
     return all;
   };
