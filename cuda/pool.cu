@@ -1,4 +1,5 @@
-// Max and average pooling of channels-last images: a thread a value, neighbouring threads neighbouring channels.
+// Max and average pooling of channels-last images: a thread takes up to 16 bytes of channels of one pixel,
+// neighbouring threads neighbouring channels.
 #include <algorithm>
 
 #include "cuda/cuda_backend.h"
@@ -8,113 +9,228 @@
 namespace mantissa {
 namespace {
 
-struct Window {
-  std::int64_t n, c, h, w, oh, ow;
-  Pool2dOptions o;
-  Window(const Shape& x, const Shape& y, const Pool2dOptions& options) : n(x[0]), c(x[1]), h(x[2]), w(x[3]), oh(y[2]), ow(y[3]), o(options) {}
-
-  __device__ std::int64_t top(std::int64_t row) const { return row * o.stride[0] - o.padding[0]; }
-  __device__ std::int64_t left(std::int64_t column) const { return column * o.stride[1] - o.padding[1]; }
-  /// What an average divides by: the window within the padded image, or only the pixels inside.
-  __device__ std::int64_t divisor(std::int64_t row, std::int64_t column) const {
-    const std::int64_t y = top(row), x = left(column);
-    if (o.count_include_pad) return (min(y + o.kernel[0], h + o.padding[0]) - y) * (min(x + o.kernel[1], w + o.padding[1]) - x);
-    return (min(y + o.kernel[0], h) - max(y, std::int64_t{0})) * (min(x + o.kernel[1], w) - max(x, std::int64_t{0}));
+/// Quotients by a constant of the launch; 64-bit division is slow, so indices below 2^31 avoid it.
+struct Divisor {
+  std::int64_t by;
+  FastDivisor fast;
+  explicit Divisor(std::int64_t d) : by(d), fast(static_cast<std::uint32_t>(d < kMaxUnits ? d : 1)) {}
+  __device__ std::int64_t quotient(std::int64_t n, bool small) const {
+    return small ? fast.quotient(static_cast<std::uint32_t>(n)) : n / by;
   }
 };
 
-// Bytes: x once (windows overlap in the cache), y once.
-template <class T, bool kMax>
-__global__ void __launch_bounds__(kThreads) pool_kernel(Window s, const T* x, T* y, std::int64_t total) {
+struct Place {
+  std::int64_t image, row, column, channel;
+};
+
+/// The elements [image, row, column, channel] of the tensor that a kernel writes, V channels a unit.
+struct Pixels {
+  std::int64_t units;
+  int vector;
+  bool small;  // of units, and of padded coordinates
+  Divisor channels, columns, rows;
+
+  Pixels(const Tensor& x, const Pool2dOptions& o, int v)
+      : units(x.numel() / v),
+        vector(v),
+        small(units < kMaxUnits && x.size(2) + o.padding[0] < kMaxUnits &&
+              x.size(3) + o.padding[1] < kMaxUnits && o.stride[0] < kMaxUnits && o.stride[1] < kMaxUnits),
+        channels(x.size(1) / v),
+        columns(x.size(3)),
+        rows(x.size(2)) {}
+  __device__ Place at(std::int64_t unit) const {
+    const std::int64_t pixel = channels.quotient(unit, small), line = columns.quotient(pixel, small),
+                       image = rows.quotient(line, small);
+    return {image, line - image * rows.by, pixel - line * columns.by, (unit - pixel * channels.by) * vector};
+  }
+};
+
+struct Range {
+  std::int64_t begin, end;
+};
+
+/// One spatial axis: windows of `kernel` pixels at every `stride`-th pixel of the padded image.
+struct Axis {
+  std::int64_t in, out, kernel, padding;
+  Divisor stride;
+  Axis(std::int64_t x, std::int64_t y, const Pool2dOptions& o, int axis)
+      : in(x), out(y), kernel(o.kernel[axis]), padding(o.padding[axis]), stride(o.stride[axis]) {}
+
+  __device__ std::int64_t start(std::int64_t window) const { return window * stride.by - padding; }
+  /// Pixels of a window inside the image.
+  __device__ Range pixels(std::int64_t window) const {
+    const std::int64_t first = start(window);
+    return {max(first, std::int64_t{0}), min(first + kernel, in)};
+  }
+  /// Windows that hold a pixel.
+  __device__ Range windows(std::int64_t pixel, bool small) const {
+    const std::int64_t p = pixel + padding;
+    return {p < kernel ? 0 : stride.quotient(p - kernel, small) + 1, min(stride.quotient(p, small) + 1, out)};
+  }
+  /// The extent that an average counts: within the padded image, or only the pixels inside.
+  __device__ std::int64_t extent(std::int64_t window, bool with_padding) const {
+    const Range inside = pixels(window);
+    if (!with_padding) return inside.end - inside.begin;
+    return min(start(window) + kernel, in + padding) - start(window);
+  }
+};
+
+struct Pooled {
+  std::int64_t channels;
+  Axis rows, columns;
+  bool count_include_pad;
+  Pooled(const Tensor& x, const Tensor& y, const Pool2dOptions& o)
+      : channels(x.size(1)),
+        rows(x.size(2), y.size(2), o, 0),
+        columns(x.size(3), y.size(3), o, 1),
+        count_include_pad(o.count_include_pad) {}
+
+  __device__ std::int64_t input(const Place& at, std::int64_t row, std::int64_t column) const {
+    return ((at.image * rows.in + row) * columns.in + column) * channels + at.channel;
+  }
+  __device__ std::int64_t output(const Place& at, std::int64_t row, std::int64_t column) const {
+    return ((at.image * rows.out + row) * columns.out + column) * channels + at.channel;
+  }
+  template <class A>
+  __device__ A scale(std::int64_t row, std::int64_t column) const {
+    return A(1) /
+           static_cast<A>(rows.extent(row, count_include_pad) * columns.extent(column, count_include_pad));
+  }
+};
+
+// Bytes: x once (windows overlap in the cache), y once; floor = those / bandwidth.
+template <bool kMax, int V, class T>
+__global__ void __launch_bounds__(kThreads) pool_kernel(Pixels pixels, Pooled s, const T* x, T* y) {
   using A = compute_t<T>;
-  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= total) return;
-  const std::int64_t channel = i % s.c, column = i / s.c % s.ow, row = i / s.c / s.ow % s.oh, image = i / s.c / s.ow / s.oh;
-  const std::int64_t y0 = s.top(row), x0 = s.left(column);
-  A result = kMax ? MaxOp::identity<A>() : A(0);
-  for (std::int64_t p = max(y0, std::int64_t{0}); p < min(y0 + s.o.kernel[0], s.h); ++p)
-    for (std::int64_t q = max(x0, std::int64_t{0}); q < min(x0 + s.o.kernel[1], s.w); ++q) {
-      const A v = widen(x[((image * s.h + p) * s.w + q) * s.c + channel]);
-      result = kMax ? (v > result || v != v ? v : result) : result + v;
+  const std::int64_t unit = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (unit >= pixels.units) return;
+  const Place at = pixels.at(unit);
+  const Range rows = s.rows.pixels(at.row), columns = s.columns.pixels(at.column);
+  A result[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) result[j] = kMax ? MaxOp::identity<A>() : A(0);
+  for (std::int64_t p = rows.begin; p < rows.end; ++p)
+    for (std::int64_t q = columns.begin; q < columns.end; ++q) {
+      const Vec<T, V> v = load<V>(x + s.input(at, p, q));
+#pragma unroll
+      for (int j = 0; j < V; ++j)
+        result[j] = kMax ? MaxOp()(result[j], widen(v.v[j])) : result[j] + widen(v.v[j]);
     }
-  if (!kMax) result *= A(1) / static_cast<A>(s.divisor(row, column));
-  y[i] = convert<T>(result);
+  const A scale = kMax ? A(1) : s.scale<A>(at.row, at.column);
+  Vec<T, V> rounded;
+#pragma unroll
+  for (int j = 0; j < V; ++j) rounded.v[j] = convert<T>(result[j] * scale);
+  store(y + unit * V, rounded);
 }
 
-/// Whether pixel (p, q) is the first in its window that equals the window's maximum.
-template <class T>
-__device__ bool takes(const Window& s, const T* x, compute_t<T> best, std::int64_t image, std::int64_t row, std::int64_t column, std::int64_t channel,
-                      std::int64_t p, std::int64_t q) {
-  const std::int64_t y0 = s.top(row), x0 = s.left(column);
-  for (std::int64_t i = max(y0, std::int64_t{0}); i < min(y0 + s.o.kernel[0], s.h); ++i)
-    for (std::int64_t j = max(x0, std::int64_t{0}); j < min(x0 + s.o.kernel[1], s.w); ++j) {
-      const compute_t<T> v = widen(x[((image * s.h + i) * s.w + j) * s.c + channel]);
-      if (v == best || (v != v && best != best)) return i == p && j == q;
-    }
-  return false;
+/// The channels, as bits, at which x is the maximum that y holds: equal to it, or NaN like it.
+template <int V, class T>
+__device__ unsigned matches(const Vec<T, V>& x, const Vec<T, V>& y) {
+  unsigned bits = 0;
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    const compute_t<T> a = widen(x.v[j]), b = widen(y.v[j]);
+    bits |= (a == b || (a != a && b != b) ? 1u : 0u) << j;
+  }
+  return bits;
 }
 
-// Bytes: g, gx (and x, y for max) once. A thread gathers from the windows that hold its pixel, in order: no atomics.
-template <class T, bool kMax>
-__global__ void __launch_bounds__(kThreads) pool_grad_kernel(Window s, const T* g, const T* x, const T* y, T* gx, std::int64_t total) {
+/// Of the channels `mine`, those in which no pixel of the window before (row, column) is the maximum.
+template <int V, class T>
+__device__ unsigned without_earlier(const Pooled& s, const Place& at, const Range& rows, const Range& columns,
+                                    const T* x, const Vec<T, V>& best, unsigned mine) {
+  for (std::int64_t p = rows.begin; p <= at.row; ++p) {
+    const std::int64_t end = p == at.row ? at.column : columns.end;
+    for (std::int64_t q = columns.begin; q < end && mine != 0; ++q)
+      mine &= ~matches<V>(load<V>(x + s.input(at, p, q)), best);
+  }
+  return mine;
+}
+
+// Bytes: g and gx, for max also x and y, once; floor = those / bandwidth. A thread gathers from the windows
+// that hold its pixel, in order: no atomics.
+template <bool kMax, int V, class T>
+__global__ void __launch_bounds__(kThreads)
+    pool_grad_kernel(Pixels pixels, Pooled s, const T* g, const T* x, const T* y, T* gx) {
   using A = compute_t<T>;
-  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= total) return;
-  const std::int64_t channel = i % s.c, q = i / s.c % s.w, p = i / s.c / s.w % s.h, image = i / s.c / s.w / s.h;
-  const std::int64_t py = p + s.o.padding[0], qx = q + s.o.padding[1];
-  const std::int64_t first_row = py < s.o.kernel[0] ? 0 : (py - s.o.kernel[0]) / s.o.stride[0] + 1, last_row = min(py / s.o.stride[0], s.oh - 1);
-  const std::int64_t first_column = qx < s.o.kernel[1] ? 0 : (qx - s.o.kernel[1]) / s.o.stride[1] + 1, last_column = min(qx / s.o.stride[1], s.ow - 1);
-  A sum = 0;
-  for (std::int64_t row = first_row; row <= last_row; ++row)
-    for (std::int64_t column = first_column; column <= last_column; ++column) {
-      const std::int64_t out = ((image * s.oh + row) * s.ow + column) * s.c + channel;
-      const A value = widen(g[out]);
+  const std::int64_t unit = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (unit >= pixels.units) return;
+  const Place at = pixels.at(unit);
+  const Range rows = s.rows.windows(at.row, pixels.small),
+              columns = s.columns.windows(at.column, pixels.small);
+  A sum[V] = {};
+  Vec<T, V> own;
+  if constexpr (kMax) own = load<V>(x + unit * V);
+  for (std::int64_t row = rows.begin; row < rows.end; ++row)
+    for (std::int64_t column = columns.begin; column < columns.end; ++column) {
+      const std::int64_t out = s.output(at, row, column);
+      const Vec<T, V> value = load<V>(g + out);
       if constexpr (kMax) {
-        if (takes(s, x, widen(y[out]), image, row, column, channel, p, q)) sum += value;
+        const Vec<T, V> best = load<V>(y + out);
+        unsigned mine = matches<V>(own, best);
+        if (mine != 0)
+          mine = without_earlier<V>(s, at, s.rows.pixels(row), s.columns.pixels(column), x, best, mine);
+#pragma unroll
+        for (int j = 0; j < V; ++j) sum[j] += (mine >> j & 1u) != 0 ? widen(value.v[j]) : A(0);
       } else {
-        sum += value * (A(1) / static_cast<A>(s.divisor(row, column)));
+        const A scale = s.scale<A>(row, column);
+#pragma unroll
+        for (int j = 0; j < V; ++j) sum[j] += widen(value.v[j]) * scale;
       }
     }
-  gx[i] = convert<T>(sum);
+  Vec<T, V> rounded;
+#pragma unroll
+  for (int j = 0; j < V; ++j) rounded.v[j] = convert<T>(sum[j]);
+  store(gx + unit * V, rounded);
 }
 
-unsigned blocks_for(std::int64_t n) { return static_cast<unsigned>(ceil_div(n, kThreads)); }
+/// f<kMax, V>() for the kind, and the widest vector that the channels and addresses allow.
+template <class T, class F, class... Pointers>
+void with_variant(Pooling kind, std::int64_t channels, const F& f, const Pointers*... p) {
+  const bool vectors = channels % kVector<T> == 0 && aligned_alike(p...);
+  if (kind == Pooling::max)
+    vectors ? f.template operator()<true, kVector<T>>() : f.template operator()<true, 1>();
+  else
+    vectors ? f.template operator()<false, kVector<T>>() : f.template operator()<false, 1>();
+}
+
+unsigned blocks_for(const Pixels& pixels) { return static_cast<unsigned>(ceil_div(pixels.units, kThreads)); }
 
 }  // namespace
 
 void CudaBackend::pool2d(Pooling kind, const Tensor& x, const Pool2dOptions& options, Tensor& y) {
   if (y.numel() == 0) return;
   const detail::OpRange range("pool2d");
-  const Window s(x.shape(), y.shape(), options);
-  const cudaStream_t on = stream();
   visit_float<CudaTypes>("pool2d", x.dtype(), [&]<class T>() {
-    const T* px = static_cast<const T*>(x.data());
-    T* py = static_cast<T*>(y.data());
-    if (kind == Pooling::max) {
-      pool_kernel<T, true><<<blocks_for(y.numel()), kThreads, 0, on>>>(s, px, py, y.numel());
-    } else {
-      pool_kernel<T, false><<<blocks_for(y.numel()), kThreads, 0, on>>>(s, px, py, y.numel());
-    }
+    const auto* px = static_cast<const T*>(x.data());
+    auto* py = static_cast<T*>(y.data());
+    const auto launch = [&]<bool kMax, int V>() {
+      const Pixels pixels(y, options, V);
+      pool_kernel<kMax, V>
+          <<<blocks_for(pixels), kThreads, 0, stream()>>>(pixels, Pooled(x, y, options), px, py);
+      MT_LAUNCHED();
+    };
+    with_variant<T>(kind, x.size(1), launch, px, py);
   });
-  MT_LAUNCHED();
 }
 
-void CudaBackend::pool2d_grad(Pooling kind, const Tensor& g, const Tensor& x, const Tensor& y, const Pool2dOptions& options, Tensor& gx) {
+void CudaBackend::pool2d_grad(Pooling kind, const Tensor& g, const Tensor& x, const Tensor& y,
+                              const Pool2dOptions& options, Tensor& gx) {
   if (gx.numel() == 0) return;
   if (g.numel() == 0) return fill(0, gx);
   const detail::OpRange range("pool2d_grad");
-  const Window s(gx.shape(), g.shape(), options);
-  const cudaStream_t on = stream();
   visit_float<CudaTypes>("pool2d", g.dtype(), [&]<class T>() {
-    const T *pg = static_cast<const T*>(g.data()), *px = static_cast<const T*>(x.data()), *py = static_cast<const T*>(y.data());
-    T* pgx = static_cast<T*>(gx.data());
-    if (kind == Pooling::max) {
-      pool_grad_kernel<T, true><<<blocks_for(gx.numel()), kThreads, 0, on>>>(s, pg, px, py, pgx, gx.numel());
-    } else {
-      pool_grad_kernel<T, false><<<blocks_for(gx.numel()), kThreads, 0, on>>>(s, pg, px, py, pgx, gx.numel());
-    }
+    const auto *pg = static_cast<const T*>(g.data()), *px = static_cast<const T*>(x.data()),
+               *py = static_cast<const T*>(y.data());  // x and y are undefined for averages
+    auto* pgx = static_cast<T*>(gx.data());
+    const auto launch = [&]<bool kMax, int V>() {
+      const Pixels pixels(gx, options, V);
+      pool_grad_kernel<kMax, V>
+          <<<blocks_for(pixels), kThreads, 0, stream()>>>(pixels, Pooled(gx, g, options), pg, px, py, pgx);
+      MT_LAUNCHED();
+    };
+    with_variant<T>(kind, gx.size(1), launch, pg, px, py, pgx);
   });
-  MT_LAUNCHED();
 }
 
 }  // namespace mantissa
