@@ -240,7 +240,7 @@ struct Softplus {
   static constexpr auto needs = Needs::input;
   static constexpr auto cast = Cast::full;
   template <class A> MT_HD A operator()(A x) const {
-    return (x > A(0) ? x : A(0) * x) + math::log1p(math::exp(-math::abs(x)));
+    return (x > A(0) ? x : A(0)) + math::log1p(math::exp(-math::abs(x)));
   }
   template <class A> MT_HD A grad(A g, A x) const { return g * math::sigmoid(x); }
 };
