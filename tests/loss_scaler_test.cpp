@@ -1,67 +1,34 @@
-// Conformance of the loss scaler: exact scales after scripted sequences of clean and bad steps, with the scenarios of
-// PyTorch's and DeepSpeed's suites, and a model check of the rule against an independent specification in integers.
+// Conformance of the loss scaler: exact scales after scripted sequences of clean and bad steps, with the
+// scenarios of PyTorch's and DeepSpeed's suites. The rule itself is model-checked in scale_rule_test.cpp.
 
 #include <algorithm>
-#include <random>
 
-#include "step_support.h"
+#include "scaler_rig.h"
 
 namespace mantissa {
 namespace {
 
 using namespace testing;
-using optim::DynamicScale;
-using optim::LossScaler;
-using optim::SGD;
-using optim::StaticScale;
-
-constexpr LossScaler::Options kNeverStop{.enabled = true, .max_streak = 0};
-
-/// One parameter, SGD and a scaler, driven by a script: '.' clean, 'i' inf, '-' -inf, 'n' NaN, 'z' zero gradient,
-/// ' ' no gradient at all.
-struct Rig {
-  template <class Policy>
-  Rig(Device device, const Policy& policy, LossScaler::Options options = kNeverStop)
-      : w(leaf(zeros({3}, {DType::f32, device}))), sgd({w}, {.lr = 0.5}), scaler(policy, options) {}
-
-  optim::StepResult step(char kind) {
-    const double values[] = {1, kInf, -kInf, kNaN, 0};
-    const auto which = std::string(".i-nz").find(kind);
-    const Tensor g = which == std::string::npos ? Tensor{} : full({3}, values[which], {DType::f32, w.device()});
-    scaler.backward(loss_with_gradients({w}, {g}));
-    return scaler.step(sgd);
-  }
-  /// The scale after each step of the script.
-  std::vector<double> run(const std::string& script) {
-    std::vector<double> scales;
-    for (const char kind : script) {
-      step(kind);
-      scales.push_back(scaler.scale());
-    }
-    return scales;
-  }
-
-  Tensor w;
-  SGD sgd;
-  LossScaler scaler;
-};
-
-using Scales = std::vector<double>;
 
 class Scaler : public OnDevice {};
 MT_ON_DEVICES(Scaler);
 
 TEST_P(Scaler, GrowsOnExactlyTheNthCleanStep) {
-  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256, .growth_interval = 1}).run("..."), (Scales{512, 1024, 2048}));
-  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256, .growth_interval = 2}).run("....."), (Scales{256, 512, 512, 1024, 1024}));
+  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256, .growth_interval = 1}).run("..."),
+            (Scales{512, 1024, 2048}));
+  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256, .growth_interval = 2}).run("....."),
+            (Scales{256, 512, 512, 1024, 1024}));
   EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256, .growth_interval = 5}).run("..........."),
             (Scales{256, 256, 256, 256, 512, 512, 512, 512, 512, 1024, 1024}));
-  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256, .growth = 8, .growth_interval = 2}).run(".."), (Scales{256, 2048}));
+  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256, .growth = 8, .growth_interval = 2}).run(".."),
+            (Scales{256, 2048}));
 }
 
 TEST_P(Scaler, AnOverflowHalvesTheScaleAndRestartsTheCount) {
-  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256, .growth_interval = 3}).run("..i..."), (Scales{256, 256, 128, 128, 128, 256}));
-  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256, .backoff = 0.125, .growth_interval = 3}).run("i"), (Scales{32}));
+  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256, .growth_interval = 3}).run("..i..."),
+            (Scales{256, 256, 128, 128, 128, 256}));
+  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256, .backoff = 0.125, .growth_interval = 3}).run("i"),
+            (Scales{32}));
 }
 
 TEST_P(Scaler, DefaultsArePyTorchs) {
@@ -79,13 +46,19 @@ TEST_P(Scaler, DefaultsArePyTorchs) {
 }
 
 TEST_P(Scaler, HoldsAtFloorAndCap) {
-  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 4, .growth_interval = 9, .floor = 2}).run("iii"), (Scales{2, 2, 2}));
-  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 8, .backoff = 0.25, .growth_interval = 9, .floor = 4}).run("ii"), (Scales{4, 4}));
-  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 4, .growth_interval = 1, .cap = 16}).run("....i."), (Scales{8, 16, 16, 16, 8, 16}));
-  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 8, .growth = 4, .growth_interval = 1, .cap = 16}).run(".."), (Scales{16, 16}));
+  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 4, .growth_interval = 9, .floor = 2}).run("iii"),
+            (Scales{2, 2, 2}));
+  EXPECT_EQ(
+      Rig(device(), DynamicScale{.initial = 8, .backoff = 0.25, .growth_interval = 9, .floor = 4}).run("ii"),
+      (Scales{4, 4}));
+  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 4, .growth_interval = 1, .cap = 16}).run("....i."),
+            (Scales{8, 16, 16, 16, 8, 16}));
+  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 8, .growth = 4, .growth_interval = 1, .cap = 16}).run(".."),
+            (Scales{16, 16}));
 }
 
-// ---- DeepSpeed's overflow list ------------------------------------------------------------------------------------------
+// ---- DeepSpeed's overflow list
+// ------------------------------------------------------------------------------------------
 
 TEST_P(Scaler, DeepSpeedNoOverflow) {
   Scales expected;
@@ -95,12 +68,15 @@ TEST_P(Scaler, DeepSpeedNoOverflow) {
 
 TEST_P(Scaler, DeepSpeedAllOverflow) {
   EXPECT_EQ(Rig(device(), DynamicScale{.initial = 16}).run("i-nnnnnn"), (Scales{8, 4, 2, 1, 1, 1, 1, 1}));
-  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 16, .floor = 2}).run("i-nnnnnn"), (Scales{8, 4, 2, 2, 2, 2, 2, 2}));
-  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256}).run("i-nnnnnn"), (Scales{128, 64, 32, 16, 8, 4, 2, 1}));
+  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 16, .floor = 2}).run("i-nnnnnn"),
+            (Scales{8, 4, 2, 2, 2, 2, 2, 2}));
+  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256}).run("i-nnnnnn"),
+            (Scales{128, 64, 32, 16, 8, 4, 2, 1}));
 }
 
 TEST_P(Scaler, DeepSpeedSomeOverflow) {
-  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256, .growth_interval = 2}).run("in...i"), (Scales{128, 64, 64, 128, 128, 64}));
+  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256, .growth_interval = 2}).run("in...i"),
+            (Scales{128, 64, 64, 128, 128, 64}));
 }
 
 TEST_P(Scaler, PyTorchEndToEnd) {  // 4 batches, inf in the second: 128 growth^3 backoff
@@ -110,7 +86,8 @@ TEST_P(Scaler, PyTorchEndToEnd) {  // 4 batches, inf in the second: 128 growth^3
   EXPECT_EQ(rig.sgd.applied_steps(), 3);
 }
 
-// ---- hysteresis ---------------------------------------------------------------------------------------------------------
+// ---- hysteresis
+// ---------------------------------------------------------------------------------------------------------
 
 TEST_P(Scaler, HysteresisRefilledByEachCleanStep) {
   const DynamicScale policy{.initial = 256, .growth_interval = 100, .hysteresis = 2};
@@ -120,7 +97,8 @@ TEST_P(Scaler, HysteresisRefilledByEachCleanStep) {
 }
 
 TEST_P(Scaler, HysteresisRefilledByGrowthOnly) {
-  const DynamicScale policy{.initial = 256, .growth_interval = 3, .hysteresis = 2, .refill_hysteresis = false};
+  const DynamicScale policy{
+      .initial = 256, .growth_interval = 3, .hysteresis = 2, .refill_hysteresis = false};
   EXPECT_EQ(Rig(device(), policy).run("i.i.i"), (Scales{256, 256, 128, 128, 64}));  // two far apart spend it
   EXPECT_EQ(Rig(device(), policy).run("ii...ii"), (Scales{256, 128, 128, 128, 256, 256, 128}));
 }
@@ -133,7 +111,8 @@ TEST_P(Scaler, ABadStepWithinTheHysteresisIsSkippedAllTheSame) {
   EXPECT_EQ(rig.scaler.scale(), 256);
 }
 
-// ---- what must not move the scale ---------------------------------------------------------------------------------------
+// ---- what must not move the scale
+// ---------------------------------------------------------------------------------------
 
 TEST_P(Scaler, NoGradientAtAllIsNeutral) {
   Rig rig(device(), DynamicScale{.initial = 256, .growth_interval = 2});
@@ -180,20 +159,24 @@ TEST_P(Scaler, TheCapHoldsTheLargestScaleInF32) {  // PyTorch: initial 1e38, gro
   EXPECT_EQ(rig.scaler.scale(), 0x1p126);
 }
 
-TEST_P(Scaler, TheSmallestFloorHasAFiniteReciprocal) {  // pytorch#99640: 1/scale was inf, every step an "overflow"
+TEST_P(Scaler,
+       TheSmallestFloorHasAFiniteReciprocal) {  // pytorch#99640: 1/scale was inf, every step an "overflow"
   Rig rig(device(), DynamicScale{.initial = 0x1p-125, .growth_interval = 9, .floor = 0x1p-126});
   EXPECT_EQ(rig.run("iii"), (Scales{0x1p-126, 0x1p-126, 0x1p-126}));
   EXPECT_EQ(rig.step('.').verdict(), Verdict::applied);
   EXPECT_EQ(rig.w.to_vector(), (std::vector<float>{-0.5, -0.5, -0.5}));
 }
 
-// ---- persistent overflow ------------------------------------------------------------------------------------------------
+// ---- persistent overflow
+// ------------------------------------------------------------------------------------------------
 
 TEST_P(Scaler, TwoHundredOverflowsHoldTheFloorAndRecover) {
   Rig rig(device(), DynamicScale{.growth_interval = 2});
   for (int i = 0; i < 200; ++i) {
     const Verdict verdict = rig.step(i % 2 ? 'i' : 'n').verdict();
-    ASSERT_EQ(verdict, i < 16 ? (i % 2 ? Verdict::skipped_overflow : Verdict::skipped_nan) : Verdict::at_floor) << i;
+    ASSERT_EQ(verdict,
+              i < 16 ? (i % 2 ? Verdict::skipped_overflow : Verdict::skipped_nan) : Verdict::at_floor)
+        << i;
     ASSERT_EQ(rig.scaler.scale(), std::max(1.0, std::ldexp(65536, -i - 1)));
   }
   const ScaleState state = rig.scaler.state();
@@ -208,8 +191,9 @@ TEST_P(Scaler, TwoHundredOverflowsHoldTheFloorAndRecover) {
 TEST_P(Scaler, AStreakStopsTheRunWithAReason) {
   Rig rig(device(), DynamicScale{}, {.max_streak = 40});
   for (int i = 0; i < 40; ++i) rig.step('n').verdict();
-  expect_error<NonFiniteError>([&] { rig.step('n'); }, {"LossScaler: 40 steps in a row were skipped", "skipped at the floor", "3 NaN",
-                                                        "0 inf", "at scale 1", "floor 1", "not a scaling problem", "learning rate"});
+  expect_error<NonFiniteError>([&] { rig.step('n'); },
+                               {"LossScaler: 40 steps in a row were skipped", "skipped at the floor", "3 NaN",
+                                "0 inf", "at scale 1", "floor 1", "not a scaling problem", "learning rate"});
 }
 
 TEST_P(Scaler, AfterTheStreakErrorACheckpointLetsTheRunGoOn) {
@@ -244,18 +228,25 @@ TEST_P(Scaler, AStreakOfAnyOptimizerStopsTheRun) {
   }
 }
 
-// ---- several optimizers under one scale ---------------------------------------------------------------------------------
+// ---- several optimizers under one scale
+// ---------------------------------------------------------------------------------
 
 struct TwoOptimizers {
   explicit TwoOptimizers(Device device, DynamicScale policy = {.initial = 256, .growth_interval = 2})
-      : a(leaf(zeros({2}, {DType::f32, device}))), b(leaf(zeros({2}, {DType::f32, device}))), first({a}, {.lr = 1}), second({b}, {.lr = 1}),
+      : a(leaf(zeros({2}, {DType::f32, device}))),
+        b(leaf(zeros({2}, {DType::f32, device}))),
+        first({a}, {.lr = 1}),
+        second({b}, {.lr = 1}),
         scaler(policy, kNeverStop) {}
   /// Gradients of a and b; NaN stands for none.
   std::vector<Verdict> step(double ga, double gb, bool swapped = false) {
-    const auto g = [&](double value) { return std::isnan(value) ? Tensor{} : full({2}, value, {DType::f32, a.device()}); };
+    const auto g = [&](double value) {
+      return std::isnan(value) ? Tensor{} : full({2}, value, {DType::f32, a.device()});
+    };
     scaler.backward(loss_with_gradients({a, b}, {g(ga), g(gb)}));
     std::vector<Verdict> verdicts;
-    for (const auto& result : swapped ? scaler.step({&second, &first}) : scaler.step({&first, &second})) verdicts.push_back(result.verdict());
+    for (const auto& result : swapped ? scaler.step({&second, &first}) : scaler.step({&first, &second}))
+      verdicts.push_back(result.verdict());
     return verdicts;
   }
   Tensor a, b;
@@ -299,7 +290,8 @@ TEST_P(Scaler, AnUnusedOptimizerIsNeutralInEitherPlace) {  // "No inf checks wer
   }
 }
 
-// ---- where the bad value is ---------------------------------------------------------------------------------------------
+// ---- where the bad value is
+// ---------------------------------------------------------------------------------------------
 
 TEST_P(Scaler, FindsOneBadElementAnywhere) {
   const std::vector<std::int64_t> sizes{5, 16384 * 2 + 3, 1, 1027};
@@ -312,11 +304,13 @@ TEST_P(Scaler, FindsOneBadElementAnywhere) {
   LossScaler scaler(StaticScale{.scale = 8}, kNeverStop);
   for (std::size_t i = 0; i < sizes.size(); ++i) {
     const std::int64_t n = sizes[i];
-    for (const std::int64_t at : {std::int64_t{0}, n / 2, n - 1, n - n % 8, n - n % 4, std::int64_t{16383}, std::int64_t{16384}}) {
+    for (const std::int64_t at :
+         {std::int64_t{0}, n / 2, n - 1, n - n % 8, n - n % 4, std::int64_t{16383}, std::int64_t{16384}}) {
       if (at >= n) continue;
       for (const double bad : {kInf, -kInf, kNaN}) {
         scaler.backward(loss_with_gradients(parameters, gradients));
-        poke(parameters[i].grad(), at, bad);  // spoilt after backward: still found, the check reads what the update would use
+        poke(parameters[i].grad(), at,
+             bad);  // spoilt after backward: still found, the check reads what the update would use
         const Verdict verdict = scaler.step(sgd).verdict();
         ASSERT_EQ(verdict, Verdict::at_floor) << "tensor " << i << " element " << at << " value " << bad;
       }
@@ -333,7 +327,8 @@ TEST_P(Scaler, TellsNaNFromOverflow) {
   EXPECT_EQ(rig.step('i').verdict(), Verdict::skipped_overflow);
   EXPECT_EQ(rig.step('-').verdict(), Verdict::skipped_overflow);
   EXPECT_EQ(rig.step('n').verdict(), Verdict::skipped_nan);
-  rig.scaler.backward(loss_with_gradients({rig.w}, {from_vector(std::vector<double>{kInf, 1, kNaN}, {3}, on())}));
+  rig.scaler.backward(
+      loss_with_gradients({rig.w}, {from_vector(std::vector<double>{kInf, 1, kNaN}, {3}, on())}));
   EXPECT_EQ(rig.scaler.step(rig.sgd).verdict(), Verdict::skipped_nan);
 }
 
@@ -354,7 +349,9 @@ TEST_P(Scaler, AnOverflowMadeByTheScaleIsCured) {
 
 TEST_P(Scaler, MicroBatchesAccumulateUnderOneScale) {
   Rig rig(device(), DynamicScale{.initial = 256, .growth_interval = 1});
-  const auto micro = [&](double g) { rig.scaler.backward(loss_with_gradients({rig.w}, {full({3}, g, on())})); };
+  const auto micro = [&](double g) {
+    rig.scaler.backward(loss_with_gradients({rig.w}, {full({3}, g, on())}));
+  };
   micro(1);
   micro(2);
   micro(4);
@@ -383,7 +380,8 @@ TEST_P(Scaler, GradientsCarryTheScaleExactly) {
   EXPECT_EQ(rig.w.to_vector()[1], -0.5f * 0.1f);
 }
 
-// ---- graphs that need no scale ------------------------------------------------------------------------------------------
+// ---- graphs that need no scale
+// ------------------------------------------------------------------------------------------
 
 TEST_P(Scaler, Bf16AndF32GraphsAreNotScaled) {
   for (const DType dtype : {DType::bf16, DType::f32}) {
@@ -396,7 +394,8 @@ TEST_P(Scaler, Bf16AndF32GraphsAreNotScaled) {
     EXPECT_EQ(rig.scaler.state().total, 0);
     for (const double bad : {kInf, -kInf, kNaN}) {  // the check does not depend on scaling
       rig.scaler.backward(loss_with_gradients({rig.w}, {full({3}, bad, on())}, dtype));
-      EXPECT_EQ(rig.scaler.step(rig.sgd).verdict(), std::isnan(bad) ? Verdict::skipped_nan : Verdict::skipped_overflow);
+      EXPECT_EQ(rig.scaler.step(rig.sgd).verdict(),
+                std::isnan(bad) ? Verdict::skipped_nan : Verdict::skipped_overflow);
     }
     EXPECT_EQ(rig.w.to_vector(), (std::vector<float>{-0.5, -0.5, -0.5})) << dtype;
     EXPECT_EQ(rig.scaler.scale(), 65536);
@@ -435,216 +434,6 @@ TEST_P(Scaler, DisabledDoesNothingButCheck) {
   rig.scaler.backward(loss_with_gradients({rig.w}, {ones({3}, on())}));
   EXPECT_EQ(rig.w.grad().to_vector(), (std::vector<float>{1, 1, 1}));
   EXPECT_TRUE(rig.sgd.step().applied()) << "unscaled gradients need no scaler";
-}
-
-// ---- state --------------------------------------------------------------------------------------------------------------
-
-void expect_same(const ScaleState& a, const ScaleState& b) {
-  EXPECT_EQ(a.scale, b.scale);
-  EXPECT_EQ(a.hysteresis_left, b.hysteresis_left);
-  EXPECT_EQ(a.clean_steps, b.clean_steps);
-  EXPECT_EQ(a.streak, b.streak);
-  EXPECT_EQ(a.skipped, b.skipped);
-  EXPECT_EQ(a.total, b.total);
-  EXPECT_EQ(a.bad_optimizers, b.bad_optimizers);
-}
-
-TEST_P(Scaler, ARestoredStateContinuesLikeAnUnbrokenRun) {
-  const DynamicScale policy{.initial = 4096, .growth_interval = 3, .hysteresis = 2};
-  const std::string before = "..i.....n.i", after = "i....ii...n.....";
-  Rig unbroken(device(), policy);
-  unbroken.run(before);
-  const ScaleState saved = unbroken.scaler.state();
-  const Scales expected = unbroken.run(after);
-  const auto check = [&](Rig& resumed, const char* what) {
-    EXPECT_EQ(resumed.run(after), expected) << what;
-    expect_same(resumed.scaler.state(), unbroken.scaler.state());
-  };
-  Rig fresh(device(), policy);
-  fresh.scaler.load_state(saved);  // before the first use
-  expect_same(fresh.scaler.state(), saved);
-  EXPECT_EQ(fresh.scaler.scale(), static_cast<double>(saved.scale));
-  check(fresh, "loaded before the first use");
-  Rig used(device(), policy);
-  used.run("....i");
-  used.scaler.load_state(saved);
-  check(used, "loaded after use");
-}
-
-TEST_P(Scaler, StateBeforeTheFirstUseIsTheInitialOne) {
-  const LossScaler scaler(DynamicScale{.initial = 512, .hysteresis = 3});
-  EXPECT_EQ(scaler.scale(), 512);
-  EXPECT_EQ(scaler.state().hysteresis_left, 3);
-  expect_same(scaler.recent_state(), scaler.state());
-}
-
-TEST_P(Scaler, RecentStateIsTheNewestOneAfterAWait) {
-  Rig rig(device(), DynamicScale{.initial = 256, .growth_interval = 2});
-  rig.run(".i..");
-  backend(device()).synchronize();
-  expect_same(rig.scaler.recent_state(), rig.scaler.state());
-}
-
-TEST_P(Scaler, LoadStateRefusesWhatDoesNotFit) {
-  LossScaler scaler(DynamicScale{.initial = 256, .hysteresis = 2, .floor = 2, .cap = 1024});
-  const auto with = [&](auto change) {
-    ScaleState state = scaler.state();
-    change(state);
-    return [&scaler, state] { scaler.load_state(state); };
-  };
-  for (const float bad : {0.0f, 1.0f, 2048.0f, -4.0f, std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()})
-    expect_error<ConfigError>(with([&](ScaleState& s) { s.scale = bad; }), {"LossScaler.load_state: scale", "outside [2, 1024]"});
-  expect_error<ConfigError>(with([](ScaleState& s) { s.clean_steps = -1; }), {"LossScaler.load_state: counters out of range", "-1 clean steps"});
-  expect_error<ConfigError>(with([](ScaleState& s) { s.hysteresis_left = 3; }), {"LossScaler.load_state", "hysteresis 3"});
-  expect_error<ConfigError>(with([](ScaleState& s) { s.hysteresis_left = -1; }), {"LossScaler.load_state", "hysteresis -1"});
-  EXPECT_EQ(scaler.scale(), 256) << "a refused state changes nothing";
-}
-
-TEST_P(Scaler, ConstructorRefusesPoliciesThatCannotWork) {
-  const auto make = [](DynamicScale policy) { return [policy] { const LossScaler scaler(policy); }; };
-  expect_error<ConfigError>(make({.initial = 0}), {"LossScaler: initial must be positive and finite, got 0"});
-  expect_error<ConfigError>(make({.initial = -2}), {"initial must be positive", "-2"});
-  expect_error<ConfigError>(make({.initial = kInf}), {"initial must be positive and finite", "inf"});
-  expect_error<ConfigError>(make({.initial = kNaN}), {"initial must be positive and finite", "nan"});
-  expect_error<ConfigError>(make({.initial = 1000}), {"initial must be a power of two", "1000", "any_factor"});
-  expect_error<ConfigError>(make({.growth = 1.5}), {"growth must be a power of two"});
-  expect_error<ConfigError>(make({.growth = 0.5}), {"growth must be at least 1"});
-  expect_error<ConfigError>(make({.backoff = 2}), {"backoff at most 1"});
-  expect_error<ConfigError>(make({.backoff = 0}), {"backoff must be positive"});
-  expect_error<ConfigError>(make({.growth_interval = 0}), {"growth_interval and hysteresis must be positive", "0 and 1"});
-  expect_error<ConfigError>(make({.hysteresis = 0}), {"growth_interval and hysteresis must be positive"});
-  expect_error<ConfigError>(make({.initial = 2, .floor = 4}), {"floor <= initial"});
-  expect_error<ConfigError>(make({.initial = 4, .cap = 2}), {"initial <= cap"});
-  expect_error<ConfigError>(make({.initial = 1, .floor = 0x1p-127}), {"2^-126 <= floor"});
-  expect_error<ConfigError>(make({.cap = 0x1p128}), {"cap <= 2^127"});
-  expect_error<ConfigError>([] { const LossScaler scaler(StaticScale{.scale = 0}); }, {"LossScaler: initial must be positive"});
-  const LossScaler odd(DynamicScale{.initial = 1000, .growth = 1.5, .backoff = 0.7, .floor = 3, .cap = 1e5, .any_factor = true});
-  EXPECT_EQ(odd.scale(), 1000);
-}
-
-TEST_P(Scaler, BackwardRefusesALossThatAScaleWouldSpoil) {
-  LossScaler scaler;
-  expect_error<AutogradError>([&] { scaler.backward({}); }, {"LossScaler.backward: the loss is undefined"});
-  expect_error<DTypeError>([&] { scaler.backward(leaf(ones({}, on(DType::f16)))); }, {"LossScaler.backward: the loss must be f32", "f16[]@" + to_string(device())});
-  expect_error<AutogradError>([&] { scaler.backward(ones({}, on())); }, {"backward: f32[]", "does not depend on a tensor that requires a gradient"});
-  expect_error<ShapeError>([&] { scaler.backward(leaf(ones({2}, on()))); }, {"backward: the root must have one element", "f32[2]"});
-}
-
-// ---- model check --------------------------------------------------------------------------------------------------------
-
-struct Setting {
-  int exponent, interval, hysteresis;
-  bool refill;
-  int floor, cap;
-};
-
-/// The rule in integers, written from its description: scale = 2^exponent.
-struct Specification {
-  explicit Specification(const Setting& s) : set(s), exponent(s.exponent), patience(s.hysteresis) {}
-  bool step(bool bad) {
-    bool hopeless = false;
-    if (bad) {
-      run_of_clean = 0;
-      ++run_of_bad;
-      if (patience > 1) {
-        --patience;
-      } else {
-        patience = 0;
-        hopeless = exponent == set.floor;
-        exponent = std::max(exponent - 1, set.floor);
-      }
-      return hopeless;
-    }
-    run_of_bad = 0;
-    ++run_of_clean;
-    const bool grows = run_of_clean == set.interval;
-    if (grows) exponent = std::min(exponent + 1, set.cap);
-    if (grows) run_of_clean = 0;
-    if (grows || set.refill) patience = set.hysteresis;
-    return false;
-  }
-  Setting set;
-  int exponent, patience, run_of_clean = 0, run_of_bad = 0;
-};
-
-ScaleRule rule_of(const Setting& s) {
-  return {.growth = 2, .backoff = 0.5, .growth_interval = s.interval, .hysteresis = s.hysteresis, .refill_hysteresis = s.refill,
-          .floor = std::ldexp(1, s.floor), .cap = std::ldexp(1, s.cap)};
-}
-ScaleState state_of(const Setting& s) {
-  ScaleState state;
-  state.scale = std::ldexp(1.0f, s.exponent);
-  state.hysteresis_left = s.hysteresis;
-  return state;
-}
-bool agrees(const ScaleState& s, const Specification& m) {
-  return s.scale == std::ldexp(1.0f, m.exponent) && s.clean_steps == m.run_of_clean && s.streak == m.run_of_bad && s.hysteresis_left == m.patience;
-}
-
-TEST(ScaleRuleModel, EverySequenceOfSixteenSteps) {
-  std::vector<Setting> settings;
-  for (const int interval : {1, 2, 3, 16, 17})
-    for (const int hysteresis : {1, 2, 3})
-      for (const bool refill : {true, false})
-        for (const auto& [floor, cap] : {std::pair{0, 24}, {6, 10}, {8, 8}}) settings.push_back({8, interval, hysteresis, refill, floor, cap});
-  std::int64_t steps = 0;
-  for (const Setting& setting : settings) {
-    const ScaleRule rule = rule_of(setting);
-    for (unsigned sequence = 0; sequence < 65536; ++sequence) {
-      ScaleState state = state_of(setting);
-      Specification model(setting);
-      for (int i = 0; i < 16; ++i, ++steps) {
-        const bool bad = (sequence >> i & 1u) != 0;
-        const bool floored = update_scale(rule, bad, state), hopeless = model.step(bad);
-        ASSERT_TRUE(floored == hopeless && agrees(state, model))
-            << "interval " << setting.interval << " hysteresis " << setting.hysteresis << " refill " << setting.refill << " floor " << setting.floor
-            << " cap " << setting.cap << " sequence " << sequence << " step " << i << ": scale " << state.scale << ", expected 2^" << model.exponent;
-      }
-    }
-  }
-  std::printf("model check: %zu settings x 65536 sequences, %lld steps\n", settings.size(), static_cast<long long>(steps));
-}
-
-TEST(ScaleRuleModel, RandomLongSequences) {
-  std::mt19937_64 random(seed());
-  const auto draw = [&](int low, int high) { return low + static_cast<int>(random() % static_cast<unsigned>(high - low + 1)); };
-  for (int sequence = 0; sequence < 100000; ++sequence) {
-    Setting setting{draw(-20, 20), draw(1, 12), draw(1, 5), draw(0, 1) == 1, 0, 0};
-    setting.floor = draw(-30, setting.exponent);
-    setting.cap = draw(setting.exponent, 30);
-    const ScaleRule rule = rule_of(setting);
-    ScaleState state = state_of(setting);
-    Specification model(setting);
-    const int odds = draw(1, 40);
-    std::int64_t bad_steps = 0;
-    for (int i = 0; i < 200; ++i) {
-      const bool bad = draw(0, 40) >= odds;
-      bad_steps += bad;
-      ASSERT_TRUE(update_scale(rule, bad, state) == model.step(bad) && agrees(state, model)) << "sequence " << sequence << " step " << i;
-    }
-    ASSERT_EQ(state.skipped, bad_steps);
-    ASSERT_EQ(state.total, 200);
-  }
-}
-
-TEST_P(Scaler, TheWholeScalerAgreesWithTheSpecification) {
-  std::mt19937_64 random(seed());
-  for (const Setting& setting : {Setting{8, 3, 1, true, 0, 24}, {8, 2, 2, true, 6, 10}, {8, 2, 3, false, 5, 9}}) {
-    Rig rig(device(), DynamicScale{.initial = std::ldexp(1, setting.exponent), .growth_interval = setting.interval, .hysteresis = setting.hysteresis,
-                                   .refill_hysteresis = setting.refill, .floor = std::ldexp(1, setting.floor), .cap = std::ldexp(1, setting.cap)});
-    Specification model(setting);
-    std::int64_t applied = 0;
-    for (int i = 0; i < 120; ++i) {
-      const bool bad = random() % 3 == 0;
-      const Verdict verdict = rig.step(bad ? "i-n"[random() % 3] : '.').verdict();
-      const bool hopeless = model.step(bad);
-      applied += bad ? 0 : 1;
-      ASSERT_TRUE(agrees(rig.scaler.state(), model)) << "step " << i;
-      ASSERT_EQ(verdict == Verdict::applied, !bad);
-      ASSERT_EQ(verdict == Verdict::at_floor, hopeless);
-      ASSERT_EQ(rig.w.to_vector()[0], -0.5f * static_cast<float>(applied));
-    }
-  }
 }
 
 }  // namespace

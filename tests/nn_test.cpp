@@ -27,14 +27,22 @@ std::vector<Bytes> bytes_of(nn::Module& module) {
 }
 
 nn::GPTOptions tiny(bool checkpoint = false, double dropout = 0) {
-  return {.vocabulary = 13, .context = 8, .width = 12, .layers = 2, .heads = 3, .dropout = dropout, .checkpoint_blocks = checkpoint};
+  return {.vocabulary = 13,
+          .context = 8,
+          .width = 12,
+          .layers = 2,
+          .heads = 3,
+          .dropout = dropout,
+          .checkpoint_blocks = checkpoint};
 }
 
-// ---- modules --------------------------------------------------------------------------------------------------------------
+// ---- modules
+// --------------------------------------------------------------------------------------------------------------
 
 /// A module of every kind of part, as a user would write it.
 struct Composite : nn::Module {
-  explicit Composite(Device device) : first(4, 3, device), table(5, 4, device), norm(3, 1e-5, device), batch(2, 0.1, 1e-5, device) {
+  explicit Composite(Device device)
+      : first(4, 3, device), table(5, 4, device), norm(3, 1e-5, device), batch(2, 0.1, 1e-5, device) {
     for (int i = 0; i < 2; ++i) tail.emplace_back(3, 3, nn::Linear::Options{.bias = false}, device);
     maybe = std::make_unique<nn::RMSNorm>(3, 1e-6, device);
     temperature = nn::parameter(mantissa::ones({}), device);
@@ -62,11 +70,19 @@ struct Composite : nn::Module {
 
 TEST_P(Nn, EveryParameterHasItsName) {
   Composite m(device());
-  EXPECT_EQ(shapes_of(m.named_parameters()),
-            (std::map<std::string, std::string>{{"first.weight", "[3,4]"}, {"first.bias", "[3]"}, {"table.weight", "[5,4]"}, {"norm.weight", "[3]"}, {"norm.bias", "[3]"},
-                                                {"batch.weight", "[2]"}, {"batch.bias", "[2]"}, {"tail.0.weight", "[3,3]"}, {"tail.1.weight", "[3,3]"},
-                                                {"maybe.weight", "[3]"}, {"temperature", "[]"}}));
-  EXPECT_EQ(shapes_of(m.named_buffers()), (std::map<std::string, std::string>{{"batch.running_mean", "[2]"}, {"batch.running_var", "[2]"}}));
+  EXPECT_EQ(shapes_of(m.named_parameters()), (std::map<std::string, std::string>{{"first.weight", "[3,4]"},
+                                                                                 {"first.bias", "[3]"},
+                                                                                 {"table.weight", "[5,4]"},
+                                                                                 {"norm.weight", "[3]"},
+                                                                                 {"norm.bias", "[3]"},
+                                                                                 {"batch.weight", "[2]"},
+                                                                                 {"batch.bias", "[2]"},
+                                                                                 {"tail.0.weight", "[3,3]"},
+                                                                                 {"tail.1.weight", "[3,3]"},
+                                                                                 {"maybe.weight", "[3]"},
+                                                                                 {"temperature", "[]"}}));
+  EXPECT_EQ(shapes_of(m.named_buffers()), (std::map<std::string, std::string>{{"batch.running_mean", "[2]"},
+                                                                              {"batch.running_var", "[2]"}}));
   EXPECT_EQ(m.num_parameters(), 12 + 3 + 20 + 3 + 3 + 2 + 2 + 9 + 9 + 3 + 1);
   EXPECT_EQ(m.named_parameters()[0].first, "first.weight") << "in the order of visit()";
   for (const Tensor& p : m.parameters()) {
@@ -80,7 +96,8 @@ TEST_P(Nn, EveryParameterHasItsName) {
 TEST_P(Nn, TrainAndEvalReachEveryChild) {
   Composite m(device());
   const auto all = [&](bool on) {
-    return m.training() == on && m.first.training() == on && m.drop.training() == on && m.batch.training() == on && m.tail[1].training() == on && m.maybe->training() == on;
+    return m.training() == on && m.first.training() == on && m.drop.training() == on &&
+           m.batch.training() == on && m.tail[1].training() == on && m.maybe->training() == on;
   };
   EXPECT_TRUE(all(true)) << "modules start in training mode";
   m.eval();
@@ -145,13 +162,16 @@ TEST_P(Nn, LinearFusesItsActivation) {
     manual_seed(2);
     nn::Linear layer(7, 5, {.activation = activation}, device());
     const Tensor x = randn({3, 7}, on()), plain = linear(x, layer.weight, layer.bias);
-    const Tensor expected = activation == Activation::relu ? relu(plain) : activation == Activation::gelu_tanh ? gelu_tanh(plain) : plain;
+    const Tensor expected = activation == Activation::relu        ? relu(plain)
+                            : activation == Activation::gelu_tanh ? gelu_tanh(plain)
+                                                                  : plain;
     const auto a = layer(x).to_vector(), b = expected.to_vector();
     for (std::size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], 1e-6);
   }
 }
 
-// ---- initialisers ---------------------------------------------------------------------------------------------------------
+// ---- initialisers
+// ---------------------------------------------------------------------------------------------------------
 
 struct Moments {
   double mean = 0, deviation = 0, low = INFINITY, high = -INFINITY;
@@ -177,14 +197,15 @@ TEST(Init, MomentsAreThoseOfTheirPapers) {
     double deviation;
     bool uniform;
   };
-  const std::vector<Case> cases{{"kaiming_normal", nn::init::kaiming_normal(matrix), std::sqrt(2.0 / 200), false},
-                                {"kaiming_normal, gain 1", nn::init::kaiming_normal(matrix, 1), std::sqrt(1.0 / 200), false},
-                                {"kaiming_normal, kernel", nn::init::kaiming_normal(kernel), std::sqrt(2.0 / 480), false},
-                                {"kaiming_uniform", nn::init::kaiming_uniform(matrix), std::sqrt(2.0 / 200), true},
-                                {"xavier_normal", nn::init::xavier_normal(matrix), std::sqrt(2.0 / 500), false},
-                                {"xavier_normal, kernel", nn::init::xavier_normal(kernel, 2), 2 * std::sqrt(2.0 / (480 + 960)), false},
-                                {"xavier_uniform", nn::init::xavier_uniform(matrix), std::sqrt(2.0 / 500), true},
-                                {"fan_in_uniform", nn::init::fan_in_uniform({30000}, matrix), std::sqrt(1.0 / 600), true}};
+  const std::vector<Case> cases{
+      {"kaiming_normal", nn::init::kaiming_normal(matrix), std::sqrt(2.0 / 200), false},
+      {"kaiming_normal, gain 1", nn::init::kaiming_normal(matrix, 1), std::sqrt(1.0 / 200), false},
+      {"kaiming_normal, kernel", nn::init::kaiming_normal(kernel), std::sqrt(2.0 / 480), false},
+      {"kaiming_uniform", nn::init::kaiming_uniform(matrix), std::sqrt(2.0 / 200), true},
+      {"xavier_normal", nn::init::xavier_normal(matrix), std::sqrt(2.0 / 500), false},
+      {"xavier_normal, kernel", nn::init::xavier_normal(kernel, 2), 2 * std::sqrt(2.0 / (480 + 960)), false},
+      {"xavier_uniform", nn::init::xavier_uniform(matrix), std::sqrt(2.0 / 500), true},
+      {"fan_in_uniform", nn::init::fan_in_uniform({30000}, matrix), std::sqrt(1.0 / 600), true}};
   for (const Case& c : cases) {
     const Moments m(c.x);
     const double n = static_cast<double>(c.x.numel());
@@ -236,13 +257,18 @@ TEST(Init, GptStartsAsGpt2Does) {
   }
 }
 
-// ---- models ---------------------------------------------------------------------------------------------------------------
+// ---- models
+// ---------------------------------------------------------------------------------------------------------------
 
 TEST_P(Nn, MlpShapes) {
   nn::MLP mlp({12, 7, 5, 3}, device());
   EXPECT_EQ(shapes_of(mlp.named_parameters()),
-            (std::map<std::string, std::string>{{"layers.0.weight", "[7,12]"}, {"layers.0.bias", "[7]"}, {"layers.1.weight", "[5,7]"}, {"layers.1.bias", "[5]"},
-                                                {"layers.2.weight", "[3,5]"}, {"layers.2.bias", "[3]"}}));
+            (std::map<std::string, std::string>{{"layers.0.weight", "[7,12]"},
+                                                {"layers.0.bias", "[7]"},
+                                                {"layers.1.weight", "[5,7]"},
+                                                {"layers.1.bias", "[5]"},
+                                                {"layers.2.weight", "[3,5]"},
+                                                {"layers.2.bias", "[3]"}}));
   EXPECT_EQ(mlp(ones({4, 12}, on())).shape(), (Shape{4, 3}));
   EXPECT_EQ(mlp(ones({4, 1, 3, 4}, on())).shape(), (Shape{4, 3})) << "images are flattened";
   EXPECT_EQ(mlp(ones({0, 12}, on())).shape(), (Shape{0, 3})) << "an empty batch";
@@ -253,9 +279,18 @@ TEST_P(Nn, MlpShapes) {
 TEST_P(Nn, SmallCnnShapes) {
   nn::SmallCNN cnn({.channels = 2, .width = 4, .hidden = 6, .classes = 5}, device());
   EXPECT_EQ(shapes_of(cnn.named_parameters()),
-            (std::map<std::string, std::string>{{"conv1.weight", "[4,2,3,3]"}, {"conv1.bias", "[4]"}, {"norm1.weight", "[4]"}, {"norm1.bias", "[4]"},
-                                                {"conv2.weight", "[8,4,3,3]"}, {"conv2.bias", "[8]"}, {"norm2.weight", "[8]"}, {"norm2.bias", "[8]"},
-                                                {"hidden.weight", "[6,392]"}, {"hidden.bias", "[6]"}, {"head.weight", "[5,6]"}, {"head.bias", "[5]"}}));
+            (std::map<std::string, std::string>{{"conv1.weight", "[4,2,3,3]"},
+                                                {"conv1.bias", "[4]"},
+                                                {"norm1.weight", "[4]"},
+                                                {"norm1.bias", "[4]"},
+                                                {"conv2.weight", "[8,4,3,3]"},
+                                                {"conv2.bias", "[8]"},
+                                                {"norm2.weight", "[8]"},
+                                                {"norm2.bias", "[8]"},
+                                                {"hidden.weight", "[6,392]"},
+                                                {"hidden.bias", "[6]"},
+                                                {"head.weight", "[5,6]"},
+                                                {"head.bias", "[5]"}}));
   EXPECT_EQ(cnn.named_buffers().size(), 4u);
   EXPECT_EQ(cnn(ones({3, 2, 28, 28}, on())).shape(), (Shape{3, 5}));
   for (const DType dtype : {DType::f16, DType::bf16}) {
@@ -270,15 +305,23 @@ TEST_P(Nn, GptShapes) {
   nn::GPT gpt(tiny(), device());
   const auto shapes = shapes_of(gpt.named_parameters());
   EXPECT_EQ(shapes.size(), 2u + 2 * 12 + 2);
-  for (const auto& [name, shape] : std::map<std::string, std::string>{{"tokens.weight", "[13,12]"}, {"positions.weight", "[8,12]"}, {"norm.weight", "[12]"},
-                                                                      {"blocks.0.norm1.weight", "[12]"}, {"blocks.0.attention.qkv.weight", "[36,12]"},
-                                                                      {"blocks.1.attention.proj.bias", "[12]"}, {"blocks.1.up.weight", "[48,12]"}, {"blocks.1.down.weight", "[12,48]"}})
+  for (const auto& [name, shape] :
+       std::map<std::string, std::string>{{"tokens.weight", "[13,12]"},
+                                          {"positions.weight", "[8,12]"},
+                                          {"norm.weight", "[12]"},
+                                          {"blocks.0.norm1.weight", "[12]"},
+                                          {"blocks.0.attention.qkv.weight", "[36,12]"},
+                                          {"blocks.1.attention.proj.bias", "[12]"},
+                                          {"blocks.1.up.weight", "[48,12]"},
+                                          {"blocks.1.down.weight", "[12,48]"}})
     EXPECT_EQ(shapes.at(name), shape) << name;
   const Tensor tokens = from_vector(std::vector<std::int64_t>{0, 1, 2, 3, 4, 5}, {2, 3}, on(DType::i64));
   EXPECT_EQ(gpt(tokens).shape(), (Shape{2, 3, 13}));
-  EXPECT_EQ(gpt(from_vector(std::vector<std::int32_t>{1, 2}, {1, 2}, on(DType::i32))).shape(), (Shape{1, 2, 13}));
+  EXPECT_EQ(gpt(from_vector(std::vector<std::int32_t>{1, 2}, {1, 2}, on(DType::i32))).shape(),
+            (Shape{1, 2, 13}));
   EXPECT_NEAR(gpt.loss(tokens, tokens).item(), std::log(13.0), 0.3) << "an untrained model knows nothing";
-  EXPECT_EQ(gpt.flops_per_token(), 6.0 * static_cast<double>(gpt.num_parameters() - 8 * 12) + 12.0 * 2 * 12 * 8);
+  EXPECT_EQ(gpt.flops_per_token(),
+            6.0 * static_cast<double>(gpt.num_parameters() - 8 * 12) + 12.0 * 2 * 12 * 8);
 }
 
 TEST_P(Nn, Gpt2HasItsPublishedSize) {
@@ -292,7 +335,9 @@ TEST_P(Nn, GptIsCausal) {
   manual_seed(4);
   nn::GPT gpt(tiny(), device());
   const std::vector<std::int64_t> base{1, 2, 3, 4, 5, 6, 7, 8};
-  const auto logits = [&](std::vector<std::int64_t> ids) { return gpt(from_vector(ids, {1, 8}, on(DType::i64))).to_vector(); };
+  const auto logits = [&](std::vector<std::int64_t> ids) {
+    return gpt(from_vector(ids, {1, 8}, on(DType::i64))).to_vector();
+  };
   const auto original = logits(base);
   for (int position : {3, 7}) {
     auto changed = base;
@@ -302,7 +347,8 @@ TEST_P(Nn, GptIsCausal) {
       const auto at = static_cast<std::size_t>(i);
       ASSERT_NEAR(got[at], original[at], 1e-6) << "the past does not see the future";
     }
-    EXPECT_NE(got[static_cast<std::size_t>(position * 13)], original[static_cast<std::size_t>(position * 13)]);
+    EXPECT_NE(got[static_cast<std::size_t>(position * 13)],
+              original[static_cast<std::size_t>(position * 13)]);
   }
 }
 
@@ -312,7 +358,8 @@ TEST_P(Nn, CheckpointedBlocksGiveIdenticalGradients) {
       const auto run = [&](bool checkpoint) {
         manual_seed(9);
         nn::GPT gpt(tiny(checkpoint, dropout), device());
-        const Tensor tokens = from_vector(std::vector<std::int64_t>{0, 1, 2, 3, 4, 5, 6, 7, 8, 9}, {2, 5}, on(DType::i64));
+        const Tensor tokens =
+            from_vector(std::vector<std::int64_t>{0, 1, 2, 3, 4, 5, 6, 7, 8, 9}, {2, 5}, on(DType::i64));
         optim::LossScaler scaler(optim::StaticScale{.scale = 64});
         std::map<std::string, Bytes> all;
         {
@@ -325,7 +372,8 @@ TEST_P(Nn, CheckpointedBlocksGiveIdenticalGradients) {
         return std::pair(all, random_state().offset);
       };
       const auto with = run(true), without = run(false);
-      for (const auto& [name, b] : without.first) EXPECT_EQ(with.first.at(name), b) << name << ", " << precision << ", dropout " << dropout;
+      for (const auto& [name, b] : without.first)
+        EXPECT_EQ(with.first.at(name), b) << name << ", " << precision << ", dropout " << dropout;
       EXPECT_EQ(with.second, without.second) << "and the random stream stands where it would have";
     }
   }
@@ -334,7 +382,13 @@ TEST_P(Nn, CheckpointedBlocksGiveIdenticalGradients) {
 TEST_P(Nn, CheckpointingSavesMemory) {
   const auto peak = [&](bool checkpoint) {
     manual_seed(9);
-    nn::GPT gpt({.vocabulary = 16, .context = 64, .width = 64, .layers = 6, .heads = 4, .checkpoint_blocks = checkpoint}, device());
+    nn::GPT gpt({.vocabulary = 16,
+                 .context = 64,
+                 .width = 64,
+                 .layers = 6,
+                 .heads = 4,
+                 .checkpoint_blocks = checkpoint},
+                device());
     const Tensor tokens = zeros({4, 64}, on(DType::i64));
     gpt.loss(tokens, tokens).backward();  // gradients exist from here on
     for (const Tensor& p : gpt.parameters()) p.zero_grad();
@@ -344,7 +398,8 @@ TEST_P(Nn, CheckpointingSavesMemory) {
     return memory_stats(device()).peak - before;
   };
   const std::int64_t without = peak(false), with = peak(true);
-  std::printf("activations of a 6-layer GPT: %.1f MiB, checkpointed %.1f MiB\n", static_cast<double>(without) / (1 << 20), static_cast<double>(with) / (1 << 20));
+  std::printf("activations of a 6-layer GPT: %.1f MiB, checkpointed %.1f MiB\n",
+              static_cast<double>(without) / (1 << 20), static_cast<double>(with) / (1 << 20));
   EXPECT_LT(with, 0.6 * static_cast<double>(without));
 }
 
@@ -385,13 +440,15 @@ TEST_P(Nn, GenerateTakesTheMostLikelyToken) {
   std::vector<std::int64_t> tokens{1};
   for (int i = 0; i < 4; ++i) {
     const auto length = static_cast<std::int64_t>(tokens.size());
-    const auto scores = gpt(from_vector(tokens, {1, length}, on(DType::i64))).select(1, length - 1).to_vector();
+    const auto scores =
+        gpt(from_vector(tokens, {1, length}, on(DType::i64))).select(1, length - 1).to_vector();
     tokens.push_back(std::ranges::max_element(scores) - scores.begin());
   }
   EXPECT_EQ(gpt.generate({1}, 4, 0), tokens);
 }
 
-TEST_P(Nn, AForwardWithoutGradientsDoesNotSpoilTheNextOne) {  // pytorch#48049: a cast cached under no-grad has no graph
+TEST_P(Nn, AForwardWithoutGradientsDoesNotSpoilTheNextOne) {  // pytorch#48049: a cast cached under no-grad
+                                                              // has no graph
   nn::MLP mlp({4, 3, 2}, device());
   const Tensor x = ones({2, 4}, on());
   const Autocast scope(DType::f16);

@@ -1,5 +1,6 @@
 #pragma once
-// What the tests of the training step share: suites that run on every device, exact bytes, gradients by decree.
+// What the tests of the training step share: suites that run on every device, exact bytes, gradients by
+// decree.
 
 #include <cstddef>
 #include <cstdint>
@@ -26,8 +27,9 @@ class OnDevice : public ::testing::TestWithParam<Device> {
 inline std::string device_label(const ::testing::TestParamInfo<Device>& info) {
   return info.param.is_cpu() ? "cpu" : "cuda" + std::to_string(info.param.index);
 }
-#define MT_ON_DEVICES(Suite)                                                                                                 \
-  INSTANTIATE_TEST_SUITE_P(Devices, Suite, ::testing::ValuesIn(::mantissa::testing::devices()), ::mantissa::testing::device_label)
+#define MT_ON_DEVICES(Suite)                                                                    \
+  INSTANTIATE_TEST_SUITE_P(Devices, Suite, ::testing::ValuesIn(::mantissa::testing::devices()), \
+                           ::mantissa::testing::device_label)
 
 /// The bytes of a dense tensor, in memory order; printed as a length and a checksum.
 struct Bytes {
@@ -41,7 +43,8 @@ inline void PrintTo(const Bytes& x, std::ostream* out) {
 }
 inline Bytes bytes(const Tensor& x) {
   Bytes out{std::vector<std::byte>(static_cast<std::size_t>(x.numel()) * size_of(x.dtype()))};
-  if (!out.value.empty()) backend(x).copy_to_host(x.detach().view({x.numel()}, {1}, x.offset()), out.value.data());
+  if (!out.value.empty())
+    backend(x).copy_to_host(x.detach().view({x.numel()}, {1}, x.offset()), out.value.data());
   return out;
 }
 
@@ -59,31 +62,39 @@ inline Tensor leaf(const std::vector<double>& values, TensorOptions options) {
   return leaf(from_vector(values, {static_cast<std::int64_t>(values.size())}, options));
 }
 
-/// A loss whose gradient with respect to parameters[i] is exactly gradients[i] (none where that is undefined). An f16 leaf
-/// takes part, so that a loss scaler scales it; the parameters' own path is f32, so that no rounding blurs the result.
-inline Tensor loss_with_gradients(const std::vector<Tensor>& parameters, const std::vector<Tensor>& gradients, DType marker = DType::f16) {
+/// A loss whose gradient with respect to parameters[i] is exactly gradients[i] (none where that is
+/// undefined). An f16 leaf takes part, so that a loss scaler scales it; the parameters' own path is f32, so
+/// that no rounding blurs the result.
+inline Tensor loss_with_gradients(const std::vector<Tensor>& parameters, const std::vector<Tensor>& gradients,
+                                  DType marker = DType::f16) {
   Tensor loss = sum(leaf(zeros({1}, {marker, parameters[0].device()})).to(DType::f32));
   for (std::size_t i = 0; i < parameters.size(); ++i)
     if (gradients[i].defined()) loss = loss + sum(parameters[i] * gradients[i]);
   return loss;
 }
 
-/// `MT_ONE_THREAD` in a file of whole runs of tiny models: threads would only wait for each other on a busy machine.
+/// `MT_ONE_THREAD` in a file of whole runs of tiny models: threads would only wait for each other on a busy
+/// machine.
 class OneThread : public ::testing::Environment {
   void SetUp() override { set_num_threads(1); }
 };
-#define MT_ONE_THREAD \
-  [[maybe_unused]] ::testing::Environment* const one_thread = ::testing::AddGlobalTestEnvironment(new ::mantissa::testing::OneThread)
+#define MT_ONE_THREAD                                         \
+  [[maybe_unused]] ::testing::Environment* const one_thread = \
+      ::testing::AddGlobalTestEnvironment(new ::mantissa::testing::OneThread)
 
-inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+inline bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
 
 /// Expects `f` to throw E with every one of `parts` in its text, and a source location.
 template <class E, class F>
 void expect_error(F&& f, const std::vector<std::string>& parts) {
   const std::string text = error_text<E>(std::forward<F>(f));
   EXPECT_NE(text, "") << "nothing, or another type, was thrown; expected " << (parts.empty() ? "" : parts[0]);
-  for (const std::string& part : parts) EXPECT_TRUE(contains(text, part)) << "'" << part << "' is not in: " << text;
-  EXPECT_TRUE(contains(text, ".cpp:") || contains(text, ".h:") || contains(text, ".cu:")) << "no file and line in: " << text;
+  for (const std::string& part : parts)
+    EXPECT_TRUE(contains(text, part)) << "'" << part << "' is not in: " << text;
+  EXPECT_TRUE(contains(text, ".cpp:") || contains(text, ".h:") || contains(text, ".cu:"))
+      << "no file and line in: " << text;
 }
 
 }  // namespace mantissa::testing

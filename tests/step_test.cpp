@@ -1,4 +1,5 @@
-// One training step as a transaction: a skipped one changes nothing at all, an applied one is what f32 would have done.
+// One training step as a transaction: a skipped one changes nothing at all, an applied one is what f32 would
+// have done.
 
 #include <algorithm>
 #include <random>
@@ -24,10 +25,12 @@ MT_ON_DEVICES(Step);
 struct Training {
   explicit Training(Device device, DType dtype = DType::f16) : precision(dtype) {
     manual_seed(7);
-    model = std::make_unique<nn::SmallCNN>(nn::SmallCNN::Options{.width = 2, .hidden = 5, .classes = 3, .dropout = 0}, device);
+    model = std::make_unique<nn::SmallCNN>(
+        nn::SmallCNN::Options{.width = 2, .hidden = 5, .classes = 3, .dropout = 0}, device);
     images = rand({4, 1, 28, 28}, {DType::f32, device});
     labels = from_vector(std::vector<std::int64_t>{0, 2, 1, 2}, {4}, {DType::i64, device});
-    optimizer = std::make_unique<AdamW>(model->parameters(), optim::AdamOptions{.lr = 1e-3, .weight_decay = 0.01});
+    optimizer =
+        std::make_unique<AdamW>(model->parameters(), optim::AdamOptions{.lr = 1e-3, .weight_decay = 0.01});
     optimizer->set_schedule(optim::linear_decay(1e-3, 100, 10));
   }
   Tensor backward(const Tensor& x) {
@@ -42,7 +45,8 @@ struct Training {
     std::vector<std::pair<std::string, Bytes>> all;
     for (const auto& [name, p] : model->named_parameters()) {
       all.emplace_back(name, bytes(p));
-      if (const Tensor& working = p.node()->leaf->working; working.defined()) all.emplace_back(name + " (working copy)", bytes(working));
+      if (const Tensor& working = p.node()->leaf->working; working.defined())
+        all.emplace_back(name + " (working copy)", bytes(working));
     }
     for (const auto& [name, b] : model->named_buffers()) all.emplace_back(name, bytes(b));
     for (const auto& [name, value] : optimizer->state_dict()) all.emplace_back(name, bytes(value));
@@ -58,10 +62,12 @@ struct Training {
 template <class Snapshot>
 void expect_unchanged(const Snapshot& before, const Snapshot& after, const std::string& what) {
   ASSERT_EQ(before.size(), after.size());
-  for (std::size_t i = 0; i < before.size(); ++i) ASSERT_EQ(before[i], after[i]) << what << " changed " << before[i].first;
+  for (std::size_t i = 0; i < before.size(); ++i)
+    ASSERT_EQ(before[i], after[i]) << what << " changed " << before[i].first;
 }
 
-// ---- a skipped step changes nothing ----------------------------------------------------------------------------------------
+// ---- a skipped step changes nothing
+// ----------------------------------------------------------------------------------------
 
 TEST_P(Step, OneBadElementAnywhereLeavesEveryByteAlone) {
   for (const DType precision : {DType::f16, DType::bf16}) {
@@ -85,10 +91,12 @@ TEST_P(Step, OneBadElementAnywhereLeavesEveryByteAlone) {
           const optim::StepResult result = run.scaler.step(*run.optimizer);
           ASSERT_FALSE(result.applied()) << what;
           if (precision == DType::bf16) {
-            ASSERT_EQ(result.verdict(), std::isnan(bad) ? Verdict::skipped_nan : Verdict::skipped_overflow) << what;
+            ASSERT_EQ(result.verdict(), std::isnan(bad) ? Verdict::skipped_nan : Verdict::skipped_overflow)
+                << what;
           }
           expect_unchanged(before, run.snapshot(), what);
-          for (const Tensor& q : run.optimizer->parameters()) ASSERT_FALSE(q.grad().defined()) << "gradients are consumed";
+          for (const Tensor& q : run.optimizer->parameters())
+            ASSERT_FALSE(q.grad().defined()) << "gradients are consumed";
           ++injections;
         }
       }
@@ -176,7 +184,8 @@ TEST_P(Step, TheFirstStepMayOverflow) {  // loss x 1e8: the schedule must not ad
   EXPECT_EQ(run.optimizer->applied_steps(), 1);
 }
 
-TEST_P(Step, HugeFiniteGradientsAreNotSkipped) {  // their sum of squares overflows f32, and that is no overflow
+TEST_P(Step,
+       HugeFiniteGradientsAreNotSkipped) {  // their sum of squares overflows f32, and that is no overflow
   Tensor w = leaf(zeros({3}, on()));
   SGD sgd({w}, {.lr = 1e-30});
   const double g = static_cast<double>(1e30f);
@@ -229,10 +238,12 @@ TEST_P(Step, IgnoredTargetsChargeNobody) {  // 0/0 elsewhere, and the scale halv
   EXPECT_EQ(w.to_vector(), std::vector<float>(12, 1));
 }
 
-// ---- clipping is on unscaled gradients ----------------------------------------------------------------------------------
+// ---- clipping is on unscaled gradients
+// ----------------------------------------------------------------------------------
 
 /// A step of SGD with the same gradients, clipped in f32 by hand.
-std::vector<double> clipped_by_hand(const std::vector<double>& w, std::vector<double> g, double max_norm, double max_value) {
+std::vector<double> clipped_by_hand(const std::vector<double>& w, std::vector<double> g, double max_norm,
+                                    double max_value) {
   double norm = 0;
   for (const double x : g) norm += x * x;
   norm = std::sqrt(norm);
@@ -251,9 +262,10 @@ TEST_P(Step, ClippingEqualsTheUnscaledResult) {
     double max_norm, max_value;
   };
   const std::vector<double> start{1, -2, 0.5};
-  for (const Case& c : {Case{{0.1, 0.1, 0.1}, 1, 0},      // with S = 65536 the scaled norm is far above the limit
-                        Case{{3, -4, 12}, 1, 0}, Case{{3, -4, 12}, 13, 0}, Case{{3, -4, 12}, 100, 0}, Case{{3, -0.25, 12}, 0, 0.5},
-                        Case{{3, -4, 12}, 6.5, 1.75}, Case{{1e-20, 0, 0}, 1e-25, 0}, Case{{0, 0, 0}, 1, 1}}) {
+  for (const Case& c : {Case{{0.1, 0.1, 0.1}, 1, 0},  // with S = 65536 the scaled norm is far above the limit
+                        Case{{3, -4, 12}, 1, 0}, Case{{3, -4, 12}, 13, 0}, Case{{3, -4, 12}, 100, 0},
+                        Case{{3, -0.25, 12}, 0, 0.5}, Case{{3, -4, 12}, 6.5, 1.75},
+                        Case{{1e-20, 0, 0}, 1e-25, 0}, Case{{0, 0, 0}, 1, 1}}) {
     for (const bool before : {false, true}) {
       for (const double scale : {0.0, 1.0, 65536.0, 0x1p24}) {
         Tensor w = leaf(start, on());
@@ -263,7 +275,8 @@ TEST_P(Step, ClippingEqualsTheUnscaledResult) {
           if (c.max_value > 0) sgd.clip_grad_value(c.max_value);
         };
         if (before) clip();  // the order of the calls does not matter
-        const Tensor loss = loss_with_gradients({w}, {from_vector(c.g, {3}, on())}, scale > 0 ? DType::f16 : DType::f32);
+        const Tensor loss =
+            loss_with_gradients({w}, {from_vector(c.g, {3}, on())}, scale > 0 ? DType::f16 : DType::f32);
         optim::StepResult result;
         if (scale > 0) {
           LossScaler scaler(StaticScale{.scale = scale});
@@ -276,12 +289,15 @@ TEST_P(Step, ClippingEqualsTheUnscaledResult) {
           result = sgd.step();
         }
         ASSERT_TRUE(result.applied());
-        const auto expected = clipped_by_hand(start, c.g, c.max_norm, c.max_value), got = w.to_vector<double>();
+        const auto expected = clipped_by_hand(start, c.g, c.max_norm, c.max_value),
+                   got = w.to_vector<double>();
         for (std::size_t i = 0; i < 3; ++i)
-          EXPECT_NEAR(got[i], expected[i], 2e-7 * (1 + std::abs(expected[i]))) << "norm " << c.max_norm << " value " << c.max_value << " scale " << scale;
+          EXPECT_NEAR(got[i], expected[i], 2e-7 * (1 + std::abs(expected[i])))
+              << "norm " << c.max_norm << " value " << c.max_value << " scale " << scale;
         double norm = 0;
         for (const double x : c.g) norm += x * x;
-        EXPECT_NEAR(result.grad_norm(), std::sqrt(norm), 1e-6 * std::sqrt(norm)) << "of the unscaled gradients, before clipping";
+        EXPECT_NEAR(result.grad_norm(), std::sqrt(norm), 1e-6 * std::sqrt(norm))
+            << "of the unscaled gradients, before clipping";
       }
     }
   }
@@ -321,14 +337,16 @@ TEST_P(Step, AnInfiniteNormIsASkipNotAZeroTimesInf) {
   EXPECT_EQ(w.to_vector(), (std::vector<float>{1, 2}));
 }
 
-// ---- refusals -----------------------------------------------------------------------------------------------------------
+// ---- refusals
+// -----------------------------------------------------------------------------------------------------------
 
 TEST_P(Step, ScaledGradientsAreRefusedByAPlainStep) {
   Tensor w = leaf({1}, on());
   SGD sgd({w}, {.lr = 1});
   LossScaler scaler;
   scaler.backward(loss_with_gradients({w}, {ones({1}, on())}));
-  expect_error<AutogradError>([&] { sgd.step(); }, {"optimizer: the gradients carry a loss scale", "scaler.step(optimizer)"});
+  expect_error<AutogradError>([&] { sgd.step(); },
+                              {"optimizer: the gradients carry a loss scale", "scaler.step(optimizer)"});
   EXPECT_EQ(w.item(), 1);
   EXPECT_TRUE(scaler.step(sgd).applied()) << "nothing was lost by the refusal";
   EXPECT_EQ(w.item(), 0);
@@ -339,8 +357,10 @@ TEST_P(Step, GradientsOfAnotherScalerAreRefused) {
   SGD sgd({w}, {.lr = 1});
   LossScaler scaler, other;
   scaler.backward(loss_with_gradients({w}, {ones({1}, on())}));
-  expect_error<AutogradError>([&] { other.step(sgd); }, {"optimizer: the gradients carry a loss scale", "of the scaler that scaled them"});
-  expect_error<AutogradError>([&] { other.backward(loss_with_gradients({w}, {ones({1}, on())})); }, {"a gradient scaled by one scaler can not be added"});
+  expect_error<AutogradError>([&] { other.step(sgd); }, {"optimizer: the gradients carry a loss scale",
+                                                         "of the scaler that scaled them"});
+  expect_error<AutogradError>([&] { other.backward(loss_with_gradients({w}, {ones({1}, on())})); },
+                              {"a gradient scaled by one scaler can not be added"});
 }
 
 TEST_P(Step, ScaledAndUnscaledGradientsDoNotMix) {
@@ -349,11 +369,14 @@ TEST_P(Step, ScaledAndUnscaledGradientsDoNotMix) {
   LossScaler scaler;
   scaler.backward(loss_with_gradients({a}, {ones({1}, on())}));
   backward(loss_with_gradients({b}, {ones({1}, on())}));
-  expect_error<AutogradError>([&] { scaler.step(sgd); }, {"scaler.step: some gradients are scaled and some are not"});
+  expect_error<AutogradError>([&] { scaler.step(sgd); },
+                              {"scaler.step: some gradients are scaled and some are not"});
   EXPECT_EQ(a.item(), 1);
   // Nor in one buffer, in either order.
-  expect_error<AutogradError>([&] { backward(loss_with_gradients({a}, {ones({1}, on())})); }, {"a gradient scaled by one scaler can not be added", "zero_grad()"});
-  expect_error<AutogradError>([&] { scaler.backward(loss_with_gradients({b}, {ones({1}, on())})); }, {"a gradient scaled by one scaler can not be added"});
+  expect_error<AutogradError>([&] { backward(loss_with_gradients({a}, {ones({1}, on())})); },
+                              {"a gradient scaled by one scaler can not be added", "zero_grad()"});
+  expect_error<AutogradError>([&] { scaler.backward(loss_with_gradients({b}, {ones({1}, on())})); },
+                              {"a gradient scaled by one scaler can not be added"});
   sgd.zero_grad();
   backward(loss_with_gradients({a, b}, {ones({1}, on()), ones({1}, on())}));
   EXPECT_TRUE(sgd.step().applied());
@@ -425,7 +448,8 @@ TEST_P(Step, ParametersMayNotBeAddedToAnOptimizerInUse) {
   sgd.groups()[0].parameters.push_back(b);
   a.set_grad(ones({1}, on()));
   b.set_grad(ones({1}, on()));
-  expect_error<ConfigError>([&] { sgd.step(); }, {"optimizer: the parameters of its groups have changed", "make a new optimizer"});
+  expect_error<ConfigError>([&] { sgd.step(); },
+                            {"optimizer: the parameters of its groups have changed", "make a new optimizer"});
   EXPECT_EQ(b.item(), 1);
 }
 
@@ -435,10 +459,12 @@ TEST_P(Step, AnUpdateInvalidatesOlderGraphs) {
   const Tensor stale = sum(linear(x, w));
   w.set_grad(ones({2, 2}, on()));
   sgd.step();
-  expect_error<AutogradError>([&] { backward(stale); }, {"linear: a tensor that backward needs, f32[2,2]", "was changed in place", "an optimizer step is one"});
+  expect_error<AutogradError>([&] { backward(stale); }, {"linear: a tensor that backward needs, f32[2,2]",
+                                                         "was changed in place", "an optimizer step is one"});
 }
 
-// ---- accumulation -------------------------------------------------------------------------------------------------------
+// ---- accumulation
+// -------------------------------------------------------------------------------------------------------
 
 TEST_P(Step, GradientsAreConsumedAndTheirMemoryIsReused) {
   Tensor w = leaf(ones({1000}, on()));

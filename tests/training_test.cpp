@@ -1,5 +1,5 @@
-// Whole runs on synthetic data: the loss falls, a seed fixes every bit, mixed precision ends where f32 ends, and a steady
-// step neither waits, nor allocates, nor casts a weight.
+// Whole runs on synthetic data: the loss falls, a seed fixes every bit, mixed precision ends where f32 ends,
+// and a steady step neither waits, nor allocates, nor casts a weight.
 
 #include <algorithm>
 
@@ -20,7 +20,10 @@ struct Task {
 
 std::vector<double> noise(std::uint64_t stream, std::int64_t n) {
   std::vector<double> values;
-  for (std::int64_t i = 0; i < n; ++i) values.push_back(static_cast<double>(uniform_from_bits(philox(stream, static_cast<std::uint64_t>(i)).lane[0])) * 2 - 1);
+  for (std::int64_t i = 0; i < n; ++i)
+    values.push_back(
+        static_cast<double>(uniform_from_bits(philox(stream, static_cast<std::uint64_t>(i)).lane[0])) * 2 -
+        1);
   return values;
 }
 
@@ -38,7 +41,8 @@ struct MlpTask : Task {
         for (std::size_t j = 0; j < 8; ++j) score[k] += w[k * 8 + j] * x[i * 8 + j];
       labels.push_back(std::max_element(score, score + 3) - score);
     }
-    return cross_entropy(model(from_vector(x, {n, 8}, {DType::f32, device})), from_vector(labels, {n}, {DType::i64, device}));
+    return cross_entropy(model(from_vector(x, {n, 8}, {DType::f32, device})),
+                         from_vector(labels, {n}, {DType::i64, device}));
   }
   Device device;
   nn::MLP model;
@@ -46,7 +50,8 @@ struct MlpTask : Task {
 
 /// Images with a bright quadrant, whose number is the label.
 struct CnnTask : Task {
-  explicit CnnTask(Device d) : device(d), model({.width = 4, .hidden = 16, .classes = 4, .dropout = 0.1}, d) {}
+  explicit CnnTask(Device d)
+      : device(d), model({.width = 4, .hidden = 16, .classes = 4, .dropout = 0.1}, d) {}
   std::vector<Tensor> parameters() override { return model.parameters(); }
   Tensor loss(int step) override {
     const std::size_t n = 16;
@@ -56,10 +61,12 @@ struct CnnTask : Task {
       labels.push_back(static_cast<std::int64_t>((i * 7 + static_cast<std::size_t>(step) * 3) % 4));
       for (std::size_t y = 0; y < 14; ++y)
         for (std::size_t x = 0; x < 14; ++x)
-          pixels[i * 784 + (y + 14 * static_cast<std::size_t>(labels[i] / 2)) * 28 + x + 14 * static_cast<std::size_t>(labels[i] % 2)] += 1;
+          pixels[i * 784 + (y + 14 * static_cast<std::size_t>(labels[i] / 2)) * 28 + x +
+                 14 * static_cast<std::size_t>(labels[i] % 2)] += 1;
     }
-    return cross_entropy(model(from_vector(pixels, {static_cast<std::int64_t>(n), 1, 28, 28}, {DType::f32, device})),
-                         from_vector(labels, {static_cast<std::int64_t>(n)}, {DType::i64, device}));
+    return cross_entropy(
+        model(from_vector(pixels, {static_cast<std::int64_t>(n), 1, 28, 28}, {DType::f32, device})),
+        from_vector(labels, {static_cast<std::int64_t>(n)}, {DType::i64, device}));
   }
   Device device;
   nn::SmallCNN model;
@@ -67,7 +74,8 @@ struct CnnTask : Task {
 
 /// Sequences in which each token follows from the one before it.
 struct GptTask : Task {
-  explicit GptTask(Device d) : device(d), model({.vocabulary = 16, .context = 16, .width = 32, .layers = 2, .heads = 4}, d) {}
+  explicit GptTask(Device d)
+      : device(d), model({.vocabulary = 16, .context = 16, .width = 32, .layers = 2, .heads = 4}, d) {}
   std::vector<Tensor> parameters() override { return model.parameters(); }
   Tensor loss(int step) override {
     std::vector<std::int64_t> in, out;
@@ -79,7 +87,8 @@ struct GptTask : Task {
         out.push_back(token);
       }
     }
-    return model.loss(from_vector(in, {8, 16}, {DType::i64, device}), from_vector(out, {8, 16}, {DType::i64, device}));
+    return model.loss(from_vector(in, {8, 16}, {DType::i64, device}),
+                      from_vector(out, {8, 16}, {DType::i64, device}));
   }
   Device device;
   nn::GPT model;
@@ -133,22 +142,30 @@ void expect_learning(Device device, const char* name, int steps, double lr, doub
   EXPECT_EQ(full.applied, steps);
   for (const DType precision : {DType::f16, DType::bf16}) {
     const History mixed = train<T>(device, precision, steps, lr);
-    std::printf("%s %s-mixed: loss %.4f -> %.4f, f32 %.4f; %lld of %d steps applied, scale %g\n", name, to_string(precision).c_str(), mixed.losses[0], mixed.last(10),
-                full.last(10), static_cast<long long>(mixed.applied), steps, mixed.scale);
+    std::printf("%s %s-mixed: loss %.4f -> %.4f, f32 %.4f; %lld of %d steps applied, scale %g\n", name,
+                to_string(precision).c_str(), mixed.losses[0], mixed.last(10), full.last(10),
+                static_cast<long long>(mixed.applied), steps, mixed.scale);
     EXPECT_NEAR(mixed.losses[0], full.losses[0], precision == DType::f16 ? 2e-3 : 1e-2) << name;
     EXPECT_NEAR(mixed.last(10), full.last(10), margin) << name << " " << precision;
     EXPECT_GE(mixed.applied, steps - 10);
   }
 }
 
-TEST_P(Training, AnMlpLearnsInEveryPrecision) { expect_learning<MlpTask>(device(), "MLP", 150, 0.02, 0.2, 0.02); }
-TEST_P(Training, ACnnLearnsInEveryPrecision) { expect_learning<CnnTask>(device(), "CNN", 60, 5e-3, 0.3, 0.1); }
-TEST_P(Training, AGptLearnsInEveryPrecision) { expect_learning<GptTask>(device(), "GPT", 80, 0.01, 0.3, 0.05); }
+TEST_P(Training, AnMlpLearnsInEveryPrecision) {
+  expect_learning<MlpTask>(device(), "MLP", 150, 0.02, 0.2, 0.02);
+}
+TEST_P(Training, ACnnLearnsInEveryPrecision) {
+  expect_learning<CnnTask>(device(), "CNN", 60, 5e-3, 0.3, 0.1);
+}
+TEST_P(Training, AGptLearnsInEveryPrecision) {
+  expect_learning<GptTask>(device(), "GPT", 80, 0.01, 0.3, 0.05);
+}
 
 template <class T>
 void expect_determinism(Device device, int steps) {
   for (const DType precision : {DType::f32, DType::f16, DType::bf16}) {
-    const History a = train<T>(device, precision, steps, 0.01), b = train<T>(device, precision, steps, 0.01), other = train<T>(device, precision, steps, 0.01, 22);
+    const History a = train<T>(device, precision, steps, 0.01), b = train<T>(device, precision, steps, 0.01),
+                  other = train<T>(device, precision, steps, 0.01, 22);
     EXPECT_EQ(a.losses, b.losses) << precision;
     EXPECT_EQ(a.parameters, b.parameters) << precision;
     EXPECT_NE(a.losses, other.losses) << precision;
@@ -175,7 +192,8 @@ TEST_P(Training, TwoHalfBatchesEqualOneWhole) {
       const Autocast scope(precision);
       for (int i = 0; i < pieces; ++i) {
         const std::int64_t n = 32 / pieces;
-        scaler.backward(cross_entropy(model(x.slice(0, i * n, (i + 1) * n)), y.slice(0, i * n, (i + 1) * n)) * (1.0 / pieces));
+        scaler.backward(cross_entropy(model(x.slice(0, i * n, (i + 1) * n)), y.slice(0, i * n, (i + 1) * n)) *
+                        (1.0 / pieces));
       }
       std::vector<double> all;
       for (const Tensor& p : model.parameters())
@@ -188,9 +206,12 @@ TEST_P(Training, TwoHalfBatchesEqualOneWhole) {
     for (const int pieces : {2, 4}) {
       const auto split = gradients(pieces);
       double worst = 0;
-      for (std::size_t i = 0; i < whole.size(); ++i) worst = std::max(worst, std::abs(split[i] - whole[i]) / largest);
-      std::printf("%d micro-batches, %s: gradients differ by %.1e of the largest\n", pieces, to_string(precision).c_str(), worst);
-      // f32 sums in another order; in 16 bits the same activations and gradients are rounded, and summed in f32.
+      for (std::size_t i = 0; i < whole.size(); ++i)
+        worst = std::max(worst, std::abs(split[i] - whole[i]) / largest);
+      std::printf("%d micro-batches, %s: gradients differ by %.1e of the largest\n", pieces,
+                  to_string(precision).c_str(), worst);
+      // f32 sums in another order; in 16 bits the same activations and gradients are rounded, and summed in
+      // f32.
       EXPECT_LT(worst, precision == DType::f32 ? 1e-6 : precision == DType::f16 ? 2e-3 : 1.6e-2) << pieces;
     }
   }
@@ -248,11 +269,15 @@ TEST_P(Training, ASteadyMixedStepNeitherWaitsNorAllocatesNorCasts) {
     const int steps = 10;
     for (int i = 0; i < steps; ++i) last = step();
     const BackendCounters after = backend(device()).counters;
-    std::printf("steady %s-mixed step on %s: %.1f launches, %lld waits, %lld casts, %.1f transfers, %lld source allocations in %d steps\n", to_string(precision).c_str(),
-                to_string(device()).c_str(), static_cast<double>(after.launches - before.launches) / steps,
-                static_cast<long long>(after.synchronizations - before.synchronizations), static_cast<long long>(after.casts - before.casts),
-                static_cast<double>(after.transfers - before.transfers) / steps,
-                static_cast<long long>(memory_stats(device()).source_allocations - allocations), steps);
+    std::printf(
+        "steady %s-mixed step on %s: %.1f launches, %lld waits, %lld casts, %.1f transfers, %lld source "
+        "allocations in %d steps\n",
+        to_string(precision).c_str(), to_string(device()).c_str(),
+        static_cast<double>(after.launches - before.launches) / steps,
+        static_cast<long long>(after.synchronizations - before.synchronizations),
+        static_cast<long long>(after.casts - before.casts),
+        static_cast<double>(after.transfers - before.transfers) / steps,
+        static_cast<long long>(memory_stats(device()).source_allocations - allocations), steps);
     EXPECT_EQ(after.synchronizations, before.synchronizations);
     EXPECT_EQ(after.casts, before.casts);
     EXPECT_EQ(memory_stats(device()).source_allocations, allocations);
@@ -263,11 +288,15 @@ TEST_P(Training, ASteadyMixedStepNeitherWaitsNorAllocatesNorCasts) {
 TEST_P(Training, CpuAndGpuRunsAgree) {
   MT_NEEDS_GPU();
   if (device().is_cpu()) GTEST_SKIP() << "compared from the GPU's side";
-  for (const auto& [precision, margin] : {std::pair{DType::f32, 1e-4}, {DType::f16, 0.02}, {DType::bf16, 0.05}}) {
-    const History here = train<GptTask>(device(), precision, 20, 0.01), there = train<GptTask>(cpu, precision, 20, 0.01);
+  for (const auto& [precision, margin] :
+       {std::pair{DType::f32, 1e-4}, {DType::f16, 0.02}, {DType::bf16, 0.05}}) {
+    const History here = train<GptTask>(device(), precision, 20, 0.01),
+                  there = train<GptTask>(cpu, precision, 20, 0.01);
     double worst = 0;
-    for (std::size_t i = 0; i < here.losses.size(); ++i) worst = std::max(worst, std::abs(here.losses[i] - there.losses[i]));
-    std::printf("%s: losses of 20 steps on GPU and CPU differ by at most %.1e\n", to_string(precision).c_str(), worst);
+    for (std::size_t i = 0; i < here.losses.size(); ++i)
+      worst = std::max(worst, std::abs(here.losses[i] - there.losses[i]));
+    std::printf("%s: losses of 20 steps on GPU and CPU differ by at most %.1e\n",
+                to_string(precision).c_str(), worst);
     EXPECT_LT(worst, margin);
   }
 }
