@@ -94,6 +94,7 @@ class CudaBackend final : public Backend {
 
  private:
   void matmul_in_steps(const Tensor& a, const Tensor& b, const MatmulOptions& options, Tensor& y);
+  UpdateCache& update_cache();
 
   int index_;
   cudaStream_t stream_ = nullptr;
