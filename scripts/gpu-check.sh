@@ -43,7 +43,7 @@ for stage in "${stages[@]}"; do
     sanitize)
       # Small shapes: the sanitizers slow kernels down by ten to a hundred times.
       for tool in ${MANTISSA_SANITIZERS:-memcheck racecheck initcheck}; do
-        for case in op_test:'*cuda_f16*' op_test:'*cuda_f32*' optimizer_test:'*cuda*' loss_scaler_test:'*cuda*'; do
+        for case in op_rounding_test:'*EveryRow*cuda_f16*' op_rounding_test:'*EveryRow*cuda_f32*' optimizer_test:'*cuda*' loss_scaler_test:'*cuda*'; do
           test=${case%%:*} filter=${case#*:}
           [ -x "$build/tests/$test" ] || continue
           log=$out/$tool-$test.log
