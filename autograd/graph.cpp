@@ -167,7 +167,8 @@ bool GradOut::begin_write(int input, Tensor& buffer) {
     buffer = leaf->gradient;
     return true;
   }
-  const DType dtype = leaf == nullptr ? target.dtype : low ? node_->autocast.dtype : gradient_dtype(target.dtype);
+  const bool like_input = leaf == nullptr || leaf->activation;
+  const DType dtype = like_input ? target.dtype : low ? node_->autocast.dtype : gradient_dtype(target.dtype);
   buffer = empty(target.shape, {dtype, target.device});
   if (target.strides.rank()) buffer = buffer.view(target.shape, target.strides, 0);
   return false;

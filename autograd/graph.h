@@ -104,6 +104,7 @@ struct Leaf {
   Tensor working;             // 16-bit copy of the parameter for Autocast ...
   std::uint64_t working_of = 0;  // ... made from this version
   Tensor* capture = nullptr;  // recomputation: the finished gradient goes here
+  bool activation = false;    // recomputation: stands for the result of an op, which Autocast does not take for a parameter
   std::vector<std::function<void(const Tensor&)>> accumulated_hooks;
 };
 

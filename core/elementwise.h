@@ -203,10 +203,9 @@ struct Gelu {  // x Phi(x), Hendrycks and Gimpel 2016
   static constexpr auto name = "gelu";
   static constexpr auto needs = Needs::input;
   static constexpr auto cast = Cast::keep;
-  template <class A> MT_HD A operator()(A x) const { return A(0.5) * x * (A(1) + math::erf(x * A(0.70710678118654752))); }
+  template <class A> MT_HD A operator()(A x) const { return x * math::normal_cdf(x); }
   template <class A> MT_HD A grad(A g, A x) const {
-    const A cdf = A(0.5) * (A(1) + math::erf(x * A(0.70710678118654752)));
-    return g * (cdf + x * A(0.39894228040143268) * math::exp(A(-0.5) * x * x));
+    return g * (math::normal_cdf(x) + x * A(0.39894228040143268) * math::exp(A(-0.5) * x * x));
   }
 };
 
@@ -214,14 +213,13 @@ struct GeluTanh {  // the tanh form that GPT-2 uses
   static constexpr auto name = "gelu_tanh";
   static constexpr auto needs = Needs::input;
   static constexpr auto cast = Cast::keep;
-  template <class A> MT_HD A operator()(A x) const {
-    return A(0.5) * x * (A(1) + math::tanh(A(0.79788456080286536) * (x + A(0.044715) * x * x * x)));
-  }
+  // x (1 + tanh(u)) / 2 = x sigmoid(2 u), which keeps its digits where the tanh is near -1.
+  template <class A> MT_HD A operator()(A x) const { return x * math::sigmoid(twice_u(x)); }
   template <class A> MT_HD A grad(A g, A x) const {
-    const A t = math::tanh(A(0.79788456080286536) * (x + A(0.044715) * x * x * x));
-    const A inner = A(0.79788456080286536) * (A(1) + A(0.134145) * x * x);
-    return g * (A(0.5) * (A(1) + t) + A(0.5) * x * (A(1) - t * t) * inner);
+    const A s = math::sigmoid(twice_u(x)), slope = A(1.5957691216057308) * (A(1) + A(0.134145) * x * x);
+    return g * (s + x * s * (A(1) - s) * slope);
   }
+  template <class A> MT_HD static A twice_u(A x) { return A(1.5957691216057308) * (x + A(0.044715) * x * x * x); }
 };
 
 struct Silu {
@@ -278,10 +276,12 @@ struct PowScalar {
   static constexpr auto needs = Needs::input;
   static constexpr auto cast = Cast::full;
   static constexpr Domain domain{0.1, 4};
-  template <class A> MT_HD A operator()(A x) const { return math::pow(x, A(exponent)); }
+  template <class A> MT_HD A operator()(A x) const { return power(x, exponent); }
   template <class A> MT_HD A grad(A g, A x) const {
-    return exponent == 0 ? A(0) * x : g * (A(exponent) * math::pow(x, A(exponent - 1)));
+    return exponent == 0 ? A(0) * x : g * (A(exponent) * power(x, exponent - 1));
   }
+  // The device's pow misses the last bit even of pow(3, 1).
+  template <class A> MT_HD static A power(A x, double e) { return e == 1 ? x : e == 2 ? x * x : e == 3 ? x * x * x : math::pow(x, A(e)); }
 };
 
 // ---- binary (with broadcasting) -------------------------------------------------------------------------------------

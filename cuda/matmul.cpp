@@ -137,7 +137,7 @@ std::optional<Epilogue> fused_epilogue(const Tensor& a, const Tensor& b, const M
   if (is_plain(o)) return Epilogue{};
   const std::optional<Epilogue> e = name_epilogue(o);
   if (!e || o.accumulate || y.dtype() == DType::f64 || y.size(-1) % 8 != 0) return std::nullopt;
-  if (!in_16_bytes(a) || !in_16_bytes(b) || !in_16_bytes(y)) return std::nullopt;
+  if (!by_rows(y) || !in_16_bytes(y) || !in_16_bytes(a) || !in_16_bytes(b)) return std::nullopt;
   if (const Tensor* bias = o.bias) {
     const bool fits = bias->dtype() == y.dtype() && bias->stride(0) == 1 &&
                       reinterpret_cast<std::uintptr_t>(bias->data()) % 16 == 0;

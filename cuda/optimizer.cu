@@ -354,10 +354,11 @@ void CudaBackend::sgd_update(std::span<const UpdateTensor> tensors, const SgdRul
   if (table.chunks == 0) return;
   const auto* chunks = static_cast<const UpdateChunk*>(table.data.data());
   const auto blocks = static_cast<unsigned>(table.chunks);
-  if (rule.momentum != 0)
+  if (rule.momentum != 0) {
     update_kernel<MomentumSgd><<<blocks, kThreads, 0, stream()>>>(chunks, rule, state);
-  else
+  } else {
     update_kernel<PlainSgd><<<blocks, kThreads, 0, stream()>>>(chunks, rule, state);
+  }
   MT_LAUNCHED();
 }
 
