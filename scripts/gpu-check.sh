@@ -28,17 +28,19 @@ for stage in "${stages[@]}"; do
   echo "== $stage"
   case $stage in
     tests)
-      for test in "$build"/tests/*_test; do
-        name=$(basename "$test")
-        if timeout 300 "$test" --gtest_brief=1 >"$out/$name.log" 2>&1; then
-          grep -E '^\[  PASSED|^\[  SKIPPED|MANTISSA_TEST_SEED' "$out/$name.log" | tr '\n' ' '
-          echo "$name"
+      # Several programs share the GPU: most of their time is spent on the host.
+      export out
+      export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+      printf '%s\n' "$build"/tests/*_test | xargs -P "${MANTISSA_JOBS:-4}" -I{} bash -c '
+        name=$(basename {})
+        begin=$SECONDS
+        if timeout 500 {} --gtest_brief=1 >"$out/$name.log" 2>&1; then
+          echo "$name: $(grep -E "^\[  PASSED|^\[  SKIPPED|MANTISSA_TEST_SEED" "$out/$name.log" | tr "\n" " ")$((SECONDS - begin)) s"
         else
-          status=1
-          echo "FAILED $name"
-          grep -vE '^\[ RUN|^\[       OK' "$out/$name.log" | head -n 60
-        fi
-      done
+          echo "FAILED $name ($((SECONDS - begin)) s)"
+          grep -vE "^\[ RUN|^\[       OK" "$out/$name.log" | head -n 60
+          exit 1
+        fi' || status=1
       ;;
     sanitize)
       # Small shapes: the sanitizers slow kernels down by ten to a hundred times.

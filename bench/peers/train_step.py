@@ -74,6 +74,7 @@ def main():
     p.add_argument("--precision", default="bf16-mixed", choices=["fp32", "tf32", "fp16-mixed", "bf16-mixed"])
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--compile", action="store_true")
+    p.add_argument("--profile", action="store_true", help="print the GPU time of each kernel, in microseconds a step, instead")
     for name, value in dict(batch=16, context=1024, width=768, layers=12, heads=12, vocabulary=50304, steps=20, warmup=8, threads=0).items():
         p.add_argument(f"--{name}", type=int, default=value)
     a = p.parse_args()
@@ -112,6 +113,15 @@ def main():
     for _ in range(a.warmup):
         step()
     sync()
+    if a.profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step()
+            sync()
+        rows = [(e.self_device_time_total, e.count, e.key[:100]) for e in profile.key_averages() if e.self_device_time_total > 0]
+        for time_us, count, name in sorted(rows, reverse=True)[:40]:
+            print(f"{time_us:10.1f} {count:5d} {name}")
+        print(f"{sum(r[0] for r in rows):10.1f} {sum(r[1] for r in rows):5d} total")
+        return
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     begin = time.perf_counter()
