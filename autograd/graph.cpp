@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <utility>
 
 #include "core/backend.h"
 
@@ -155,6 +156,16 @@ void GradOut::set(int input, Tensor g) {
   }
 }
 
+const Node::Activated* GradOut::take_activation(int input) {
+  const Edge& edge = node_->inputs[static_cast<std::size_t>(input)];
+  if (edge.node == nullptr || edge.node->activated == nullptr || !edge.node->hooks.empty()) return nullptr;
+  if (pending_->at(edge.node.get()).uses != 1) return nullptr;
+  edge.node->activated->differentiated = true;
+  return edge.node->activated.get();
+}
+
+bool GradOut::take_differentiated() { return node_->activated != nullptr && std::exchange(node_->activated->differentiated, false); }
+
 bool GradOut::begin_write(int input, Tensor& buffer) {
   const Edge& edge = node_->inputs[static_cast<std::size_t>(input)];
   const Node::Output& target = edge.node->outputs[static_cast<std::size_t>(edge.index)];
@@ -282,6 +293,7 @@ bool backward(const Tensor& root, const BackwardOptions& options) {
     }
     if (!options.retain_graph) {
       node->fn = nullptr;  // frees what the op saved, as the sweep passes
+      node->activated.reset();
       node->released = true;
     }
     node.reset();

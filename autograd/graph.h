@@ -119,6 +119,14 @@ struct Node {
   Node(const char* op_name, std::size_t outputs_count);
   ~Node();
 
+  /// The result is activation(z), and z or the result was kept. Its only reader, if a product, may deliver the gradient
+  /// of z instead of the result's: one kernel less.
+  struct Activated {
+    Activation kind;
+    Saved kept;
+    bool differentiated = false;  // the gradient that arrives is that of z
+  };
+
   const char* name;
   Cast cast = Cast::keep;  // the op's Autocast rule
   std::uint64_t sequence;  // inputs are older than outputs
@@ -130,6 +138,7 @@ struct Node {
   BackwardFn fn;
   std::vector<std::pair<int, Hook>> hooks;  // output index, hook
   std::unique_ptr<Leaf> leaf;               // null for the result of an op
+  std::unique_ptr<Activated> activated;     // null for most ops
 };
 
 /// The leaf data of a parameter; AutogradError naming `what` when the tensor is not a leaf.
@@ -153,6 +162,11 @@ class GradOut {
     write_into(buffer, direct && accumulate_);
     end_write(input, std::move(buffer), direct);
   }
+  /// What to multiply an input's gradient by before it is written, when that is left to this op; null: nothing. The
+  /// caller then must do it.
+  const Node::Activated* take_activation(int input);
+  /// Whether the gradient of this op's result is already that of what its activation was applied to.
+  bool take_differentiated();
   /// Whether saved tensors may be overwritten (the graph will not be used again).
   bool may_consume() const { return !retain_; }
   const BackwardOptions& options() const { return *options_; }
@@ -161,7 +175,7 @@ class GradOut {
   friend bool backward(const Tensor& root, const BackwardOptions& options);
   struct Pending {
     std::vector<Tensor> grads;
-    int uses = 0;  // leaf: contributions still to come
+    int uses = 0;  // readers in this graph; leaf: contributions still to come
   };
   using PendingMap = std::unordered_map<Node*, Pending>;
   GradOut(const Node& node, PendingMap& pending, const BackwardOptions& options)

@@ -138,22 +138,25 @@ Tensor linear(const Tensor& input, const Tensor& weight, const Tensor& bias, Act
   }
   multiply(x2, transposed(w), options, y2);
   const Saved kept = activation == Activation::relu ? save(y2) : save(pre);
-  return record(kLinear, y, {x, w, b}, [x = save(x2), w = save(w), kept, activation, rows, features, shape = x.shape()](Grads grads, GradOut& out) {
+  y = record(kLinear, y, {x, w, b}, [x = save(x2), w = save(w), kept, activation, rows, features](Grads grads, GradOut& out) {
     Tensor g = contiguous_data(grads[0]);
     g = g.view({rows, features}, {features, 1}, g.offset());
-    if (activation != Activation::none) {
+    if (activation != Activation::none && !out.take_differentiated()) {
       Tensor inner = empty_like(g);
       backend(g).unary_grad(activation == Activation::relu ? UnaryOp(Relu{}) : UnaryOp(GeluTanh{}), g, kept.get(), inner);
       g = inner;
     }
+    const auto by_rows = [&](const Tensor& t) { return t.view({rows, w.get().size(1)}, {w.get().size(1), 1}, t.offset()); };
     out.write(0, [&](Tensor& gx, bool accumulate) {
-      const std::int64_t columns = w.get().size(1);
       if (gx.is_contiguous()) {
-        Tensor flat = gx.view({rows, columns}, {columns, 1}, gx.offset());
-        return multiply_into(g, w.get(), accumulate, flat);
+        Tensor flat = by_rows(gx);
+        const Node::Activated* inner = out.take_activation(0);  // x = activation(z): write the gradient of z
+        if (inner == nullptr) return multiply_into(g, w.get(), accumulate, flat);
+        const Tensor kept_inner = by_rows(inner->kept.get());
+        return multiply(g, w.get(), {.grad_activation = inner->kind, .grad_input = &kept_inner}, flat);
       }
       const Tensor product = empty(gx.shape(), {gx.dtype(), gx.device()});
-      Tensor flat = product.view({rows, columns}, {columns, 1}, 0);
+      Tensor flat = by_rows(product);
       multiply(g, w.get(), {}, flat);
       accumulate ? backend(gx).accumulate(product, gx) : backend(gx).copy(product, gx);
     });
@@ -163,6 +166,8 @@ Tensor linear(const Tensor& input, const Tensor& weight, const Tensor& bias, Act
       backend(g).reduce(ReduceOp::sum, g, accumulate, row);
     });
   });
+  if (pre.defined() && y.requires_grad()) y.node()->activated = std::make_unique<Node::Activated>(activation, save(pre));
+  return y;
 }
 
 // ---- attention ----------------------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ void protect_buffer(const Tensor& buffer) {
   entry.strides = buffer.strides();
   entry.offset = buffer.offset();
   entry.changed = true;
+  backend(buffer).keep(buffer.storage());
+  backend(buffer).keep(entry.copy.storage());
   backend(buffer).copy(buffer, entry.copy);
 }
 

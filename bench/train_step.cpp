@@ -17,13 +17,14 @@ struct Options {
   std::string model = "gpt", precision = "bf16-mixed", device = "auto";
   std::int64_t batch = 16, context = 1024, width = 768, vocabulary = 50304;
   int layers = 12, heads = 12, steps = 20, warmup = 8, threads = 0;
-  bool checkpoint = false;
+  bool checkpoint = false, capture = false;
 };
 
 /// The model and how to get a loss from it.
 struct Job {
   std::shared_ptr<mt::nn::Module> model;
-  std::function<mt::Tensor()> loss;
+  std::function<mt::Tensor(const mt::Tensor& x, const mt::Tensor& y)> loss;
+  mt::Tensor x, y;
   double tokens = 0, flops = 0;  // a step
   double clip = 0;
 };
@@ -39,16 +40,16 @@ Job make_job(const Options& o, mt::Device device) {
     auto gpt = std::make_shared<mt::nn::GPT>(mt::nn::GPTOptions{.vocabulary = o.vocabulary, .context = o.context, .width = o.width, .layers = o.layers,
                                                                .heads = o.heads, .checkpoint_blocks = o.checkpoint}, device);
     const mt::Tensor x = random_ids({o.batch, o.context}, o.vocabulary, device), y = random_ids({o.batch, o.context}, o.vocabulary, device);
-    job = {gpt, [=] { return gpt->loss(x, y); }, static_cast<double>(o.batch * o.context), 0, 1.0};
+    job = {gpt, [=](const mt::Tensor& in, const mt::Tensor& out) { return gpt->loss(in, out); }, x, y, static_cast<double>(o.batch * o.context), 0, 1.0};
     job.flops = job.tokens * gpt->flops_per_token();
   } else if (o.model == "cnn") {
     auto cnn = std::make_shared<mt::nn::SmallCNN>(device);
     const mt::Tensor x = mt::randn({o.batch, 1, 28, 28}).to(device), y = random_ids({o.batch}, 10, device);
-    job = {cnn, [=] { return mt::cross_entropy((*cnn)(x), y); }, static_cast<double>(o.batch)};
+    job = {cnn, [=](const mt::Tensor& in, const mt::Tensor& out) { return mt::cross_entropy((*cnn)(in), out); }, x, y, static_cast<double>(o.batch)};
   } else {
     auto mlp = std::make_shared<mt::nn::MLP>(std::vector<std::int64_t>{784, 256, 256, 10}, device);
     const mt::Tensor x = mt::randn({o.batch, 784}).to(device), y = random_ids({o.batch}, 10, device);
-    job = {mlp, [=] { return mt::cross_entropy((*mlp)(x), y); }, static_cast<double>(o.batch)};
+    job = {mlp, [=](const mt::Tensor& in, const mt::Tensor& out) { return mt::cross_entropy((*mlp)(in), out); }, x, y, static_cast<double>(o.batch)};
   }
   return job;
 }
@@ -68,17 +69,19 @@ void run(const Options& o) {
   mt::optim::AdamW optimizer(job.model->parameters(), {.lr = 3e-4, .weight_decay = 0.1});
   mt::optim::LossScaler scaler;
   mt::Backend& backend = mt::backend(device);
-  const auto step = [&] {
+  const auto eager = [&](const mt::Tensor& x, const mt::Tensor& y) {
     mt::Tensor loss;
     {
       const mt::Autocast scope(mt::autocast_dtype(precision));
-      loss = job.loss();
+      loss = job.loss(x, y);
     }
     scaler.backward(loss);
     if (job.clip > 0) optimizer.clip_grad_norm(job.clip);
     scaler.step(optimizer);
     return loss;
   };
+  mt::train::CapturedStep captured(eager);
+  const auto step = [&] { return o.capture ? captured(job.x, job.y) : eager(job.x, job.y); };
   mt::Tensor loss;
   for (int i = 0; i < o.warmup; ++i) loss = step();
   backend.synchronize();
@@ -102,10 +105,10 @@ void run(const Options& o) {
   }
   const mt::MemoryStats memory = mt::memory_stats(device);
   const double ms = median(times);
-  std::printf("{\"who\": \"mantissa\", \"model\": \"%s\", \"precision\": \"%s\", \"batch\": %lld, \"ms\": %.4f, \"ms_pipelined\": %.4f, \"ms_host\": %.4f, "
+  std::printf("{\"who\": \"mantissa\", \"model\": \"%s\", \"precision\": \"%s\", \"captured\": %s, \"batch\": %lld, \"ms\": %.4f, \"ms_pipelined\": %.4f, \"ms_host\": %.4f, "
               "\"per_second\": %.0f, \"tflops\": %.1f, \"peak_mib\": %.0f, \"loss\": %.5f, \"launches\": %lld, \"synchronizations\": %lld, \"casts\": %lld, "
               "\"driver_allocations\": %lld}\n",
-              o.model.c_str(), o.precision.c_str(), static_cast<long long>(o.batch), ms, pipelined, queued, job.tokens / ms * 1e3, job.flops / ms * 1e-9,
+              o.model.c_str(), o.precision.c_str(), o.capture ? "true" : "false", static_cast<long long>(o.batch), ms, pipelined, queued, job.tokens / ms * 1e3, job.flops / ms * 1e-9,
               static_cast<double>(memory.peak) / (1 << 20), loss.item(), static_cast<long long>((after.launches - before.launches) / o.steps),
               static_cast<long long>(after.synchronizations - before.synchronizations), static_cast<long long>((after.casts - before.casts) / o.steps),
               static_cast<long long>(allocated));
@@ -128,7 +131,8 @@ int main(int argc, char** argv) {
   app.add_option("--steps", o.steps)->capture_default_str();
   app.add_option("--warmup", o.warmup)->capture_default_str();
   app.add_option("--threads", o.threads)->capture_default_str();
-  app.add_flag("--checkpoint", o.checkpoint);
+  app.add_flag("--checkpoint", o.checkpoint, "recompute the blocks in backward");
+  app.add_flag("--capture", o.capture, "replay the step as a CUDA graph");
   CLI11_PARSE(app, argc, argv);
   try {
     run(o);

@@ -10,6 +10,7 @@
 //   * Scratch memory is taken under MemoryCategory::workspace from allocator().
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -33,7 +34,6 @@ struct AdamRule;
 enum class CompareOp : std::uint8_t { equal, not_equal, less, less_equal, greater, greater_equal };
 enum class ReduceOp : std::uint8_t { sum, mean, max, min };
 enum class RandomKind : std::uint8_t { uniform, normal, bernoulli };
-enum class Activation : std::uint8_t { none, relu, gelu_tanh };
 enum class Pooling : std::uint8_t { max, average };
 enum class NormKind : std::uint8_t { layer, rms };
 
@@ -77,6 +77,26 @@ struct BackendCounters {
   std::int64_t transfers = 0;        // copies between host and device
 };
 
+/// Work that was recorded instead of run, and can be run again and again as a whole at little cost on the host (a
+/// CUDA graph). The memory that it uses stays reserved as long as it lives.
+class Recording {
+ public:
+  virtual ~Recording() = default;
+  Recording() = default;
+  Recording(const Recording&) = delete;
+  Recording& operator=(const Recording&) = delete;
+  void replay() {
+    for (const auto& f : before) f();
+    launch();
+  }
+
+  std::vector<std::function<void()>> before;      // what the host does before each replay
+  std::vector<std::shared_ptr<const void>> kept;  // memory that the work uses
+
+ protected:
+  virtual void launch() = 0;
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -94,6 +114,22 @@ class Backend {
   virtual void copy_to_host(const Tensor& x, void* target) = 0;
   /// Starts a copy into pinned memory without waiting (a mirror that the host polls).
   virtual void mirror_to_host(const Tensor& x, void* pinned) = 0;
+
+  // ---- recording: between begin and end nothing runs, and what would wait for the device is an error. One thread uses
+  // the device meanwhile. train/captured_step.h is the use of it. ----
+  virtual bool can_record() const = 0;
+  virtual void begin_recording() = 0;
+  virtual std::unique_ptr<Recording> end_recording() = 0;
+  virtual void abandon_recording() noexcept = 0;
+  bool recording() const { return recording_ != nullptr; }
+  /// While recording: f runs before each replay.
+  void before_replay(std::function<void()> f) {
+    if (recording_) recording_->before.push_back(std::move(f));
+  }
+  /// While recording: memory that was not allocated since it began lives as long as the recording.
+  void keep(std::shared_ptr<const void> owner) {
+    if (recording_) recording_->kept.push_back(std::move(owner));
+  }
 
   // ---- elementwise ----
   virtual void fill(double value, Tensor& y) = 0;                 // any dtype
@@ -179,11 +215,14 @@ class Backend {
   /// One read of all gradients: sum of squares and number of non-finite elements, into state->check.
   virtual void check_gradients(std::span<const Tensor> gradients, StepState* state) = 0;
   /// The verdict, clip factor, learning rate, step count and scale of one optimizer step (`decide_step` on the device).
-  virtual void decide(const StepRules& rules, StepState* optimizer, ScaleState* scale, bool update_scale) = 0;
+  virtual void decide(const StepRules* rules, StepState* optimizer, ScaleState* scale, bool update_scale) = 0;
   virtual void sgd_update(std::span<const UpdateTensor> tensors, const SgdRule& rule, const StepState* state) = 0;
   virtual void adam_update(std::span<const UpdateTensor> tensors, const AdamRule& rule, const StepState* state) = 0;
   /// target = source when the last verdict was "skip" (restores buffers that a skipped step must not change).
   virtual void restore_if_skipped(const Tensor& source, const StepState* state, Tensor& target) = 0;
+
+ protected:
+  std::unique_ptr<Recording> recording_;
 };
 
 /// The backend of a device; DeviceError with what is missing when there is none.

@@ -26,6 +26,9 @@ enum class Cast : unsigned char {
 
 enum class Needs : unsigned char { nothing, input, output };
 
+/// What a product may apply to its result.
+enum class Activation : unsigned char { none, relu, gelu_tanh };
+
 struct Domain {
   double low, high;
 };

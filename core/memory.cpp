@@ -23,6 +23,13 @@ void* offset_by(void* p, std::size_t n) { return static_cast<std::byte*>(p) + n;
 
 thread_local constinit MemoryCategory current_category = MemoryCategory::activations;
 
+/// The pool that this thread has opened.
+struct OpenPool {
+  const CachingAllocator* allocator = nullptr;
+  int pool = 0;
+};
+thread_local constinit OpenPool open{};
+
 std::string mebibytes(double bytes) {
   char text[64];
   std::snprintf(text, sizeof text, "%.1f MiB", bytes / (1 << 20));
@@ -54,12 +61,13 @@ void* CachingAllocator::allocate(std::size_t bytes, MemoryCategory category) {
   const std::lock_guard lock(mutex_);
   const std::size_t size = bytes < kAddressSpace ? round_up(bytes, kAlignment) : bytes;
   const bool small = size <= kSmallLimit;
-  FreeList& pool = free_list(small);
+  const int pool = open.allocator == this ? open.pool : 0;
+  FreeList& list = free_list({.small = small, .pool = pool});
   void* data = nullptr;
   const bool refuse = (fail_after_ > 0 && --fail_after_ == 0) || bytes >= kAddressSpace;
-  if (const auto best = pool.lower_bound({size, nullptr}); !refuse && best != pool.end()) {
+  if (const auto best = list.lower_bound({size, nullptr}); !refuse && best != list.end()) {
     data = best->second;
-    pool.erase(best);
+    list.erase(best);
     stats_.cached -= static_cast<std::int64_t>(blocks_.at(data).size);
   } else {
     const std::size_t segment = refuse ? 0 : segment_size(size);
@@ -75,7 +83,7 @@ void* CachingAllocator::allocate(std::size_t bytes, MemoryCategory category) {
                ", cached ", mebibytes(stats_.cached), "; ", source_->describe(), "; try a smaller batch or activation checkpointing");
     }
     ++stats_.source_allocations;
-    blocks_[data] = {.size = segment, .small = small};
+    blocks_[data] = {.size = segment, .small = small, .pool = pool};
   }
   Block& block = blocks_.at(data);  // references into an unordered_map survive insertion
   const std::size_t rest = block.size - size;
@@ -85,9 +93,9 @@ void* CachingAllocator::allocate(std::size_t bytes, MemoryCategory category) {
     block.size = size;
     block.next = tail;
     if (after != nullptr) blocks_.at(after).previous = tail;
-    pool.insert({rest, tail});
+    list.insert({rest, tail});
     stats_.cached += static_cast<std::int64_t>(rest);
-    blocks_[tail] = {.size = rest, .previous = data, .next = after, .free = true, .small = small};
+    blocks_[tail] = {.size = rest, .previous = data, .next = after, .free = true, .small = small, .pool = pool};
   }
   block.free = false;
   block.category = category;
@@ -106,7 +114,7 @@ void CachingAllocator::merge_with_next(void* begin) {
   void* next = block.next;
   if (next == nullptr || !blocks_.at(next).free) return;
   const Block absorbed = blocks_.at(next);
-  free_list(absorbed.small).erase({absorbed.size, next});
+  free_list(absorbed).erase({absorbed.size, next});
   blocks_.erase(next);
   block.size += absorbed.size;
   block.next = absorbed.next;
@@ -126,14 +134,35 @@ void CachingAllocator::release(void* data) noexcept {
   void* begin = data;
   if (void* previous = block.previous; previous != nullptr && blocks_.at(previous).free) {
     Block& before = blocks_.at(previous);
-    free_list(before.small).erase({before.size, previous});
+    free_list(before).erase({before.size, previous});
     // `data` is not in a free list yet, so that erasing it there does nothing.
     merge_with_next(previous);
     begin = previous;
   }
   const Block& merged = blocks_.at(begin);
-  free_list(merged.small).insert({merged.size, begin});
+  free_list(merged).insert({merged.size, begin});
 }
+
+int CachingAllocator::open_pool() {
+  const std::lock_guard lock(mutex_);
+  MT_ASSERT(open.allocator == nullptr, "this thread has opened a memory pool already");
+  open = {this, ++newest_pool_};
+  return newest_pool_;
+}
+
+void CachingAllocator::close_pool() { open = {}; }
+
+void CachingAllocator::drop_pool(int pool) noexcept {
+  const std::lock_guard lock(mutex_);
+  const auto lists = free_.extract(pool);
+  for (auto& [data, block] : blocks_)
+    if (block.pool == pool) block.pool = 0;
+  if (lists.empty()) return;
+  for (const std::size_t small : {0, 1}) free_[0][small].merge(lists.mapped()[small]);
+}
+
+SharedMemoryScope::SharedMemoryScope() : allocator_(open.allocator), pool_(open.pool) { open = {}; }
+SharedMemoryScope::~SharedMemoryScope() { open = {allocator_, pool_}; }
 
 MemoryStats CachingAllocator::stats() const {
   const std::lock_guard lock(mutex_);
@@ -152,8 +181,8 @@ void CachingAllocator::release_cache() {
 }
 
 void CachingAllocator::release_cache_locked() {
-  for (auto* list : {&free_small_, &free_large_}) {
-    for (auto it = list->begin(); it != list->end();) {
+  for (FreeList& list : free_[0]) {
+    for (auto it = list.begin(); it != list.end();) {
       const auto [size, data] = *it;
       const Block& block = blocks_.at(data);
       if (block.previous != nullptr || block.next != nullptr) {
@@ -163,7 +192,7 @@ void CachingAllocator::release_cache_locked() {
       source_->release(data);
       stats_.cached -= static_cast<std::int64_t>(size);
       blocks_.erase(data);
-      it = list->erase(it);
+      it = list.erase(it);
     }
   }
 }

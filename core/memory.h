@@ -66,6 +66,12 @@ class CachingAllocator {
   void* allocate(std::size_t bytes, MemoryCategory category);
   void release(void* data) noexcept;
 
+  /// From open_pool to close_pool this thread's allocations come from memory of their own, which nothing else
+  /// gets until drop_pool: work that was recorded may write there whenever it is replayed.
+  int open_pool();
+  void close_pool();
+  void drop_pool(int pool) noexcept;
+
   MemoryStats stats() const;
   void reset_peak();
   void release_cache();
@@ -78,11 +84,12 @@ class CachingAllocator {
   struct Block {
     std::size_t size = 0;
     void *previous = nullptr, *next = nullptr;  // neighbours in the segment, for merging
-    bool free = false, small = false;           // small: cut from a segment for small requests; the pools never mix
+    bool free = false, small = false;           // small: cut from a segment for small requests; the lists never mix
+    int pool = 0;                               // 0: shared
     MemoryCategory category = MemoryCategory::activations;
   };
   using FreeList = std::set<std::pair<std::size_t, void*>>;
-  FreeList& free_list(bool small) { return small ? free_small_ : free_large_; }
+  FreeList& free_list(const Block& block) { return free_[block.pool][block.small ? 1 : 0]; }
   void merge_with_next(void* begin);
   void release_cache_locked();
 
@@ -90,10 +97,24 @@ class CachingAllocator {
   Device device_;
   mutable std::mutex mutex_;
   std::unordered_map<void*, Block> blocks_;
-  FreeList free_small_, free_large_;
+  std::map<int, std::array<FreeList, 2>> free_;  // by pool: large, small
+  int newest_pool_ = 0;
   MemoryStats stats_;
   void (*poison_)(void*, std::size_t) = nullptr;
   std::int64_t fail_after_ = 0;
+};
+
+/// While it lives, this thread's allocations come from shared memory although it has opened a pool.
+class SharedMemoryScope {
+ public:
+  SharedMemoryScope();
+  ~SharedMemoryScope();
+  SharedMemoryScope(const SharedMemoryScope&) = delete;
+  SharedMemoryScope& operator=(const SharedMemoryScope&) = delete;
+
+ private:
+  const CachingAllocator* allocator_;
+  int pool_;
 };
 
 /// Accounting of a device.

@@ -21,6 +21,7 @@ struct Schedule {
   double factor = 0.1;
   Decay decay = Decay::constant;
 
+  bool operator==(const Schedule&) const = default;
   MT_HD double operator()(std::int64_t t) const {
     if (t < warmup) return base * static_cast<double>(t + 1) / static_cast<double>(warmup);
     if (decay == Decay::constant) return base;
@@ -48,6 +49,7 @@ struct ScaleRule {
   std::int64_t hysteresis = 1;          // the scale falls at the n-th bad step, and at every one after it until a refill
   bool refill_hysteresis = true;        // true: refilled by each clean step ("consecutive"); false: only by growth
   double floor = 1, cap = 16777216;     // the scale stays within [floor, cap]
+  bool operator==(const ScaleRule&) const = default;
 };
 
 /// The state of a scaler; part of the checkpoint.
@@ -94,6 +96,7 @@ struct StepRules {
   bool check = true;      // skip on a non-finite gradient
   bool empty = false;     // no parameter has a gradient
   ScaleRule scale_rule;
+  bool operator==(const StepRules&) const = default;
 };
 
 /// The state of an optimizer on its device. The counters are part of the checkpoint; the rest is rewritten each step.

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <vector>
 
 #include "cuda/cuda_check.h"
 #include "cuda/kernels.h"
@@ -153,6 +154,17 @@ class PinnedPool {
     return {block.data, [self, size, done = block.done](void* data) { self->give_back(size, {data, done}); }};
   }
 
+  /// While the stream records, an event on it would be part of the recording: freed blocks wait for the end.
+  void hold(bool recording) noexcept {
+    std::vector<std::pair<std::size_t, Block>> waiting;
+    {
+      const std::lock_guard lock(mutex_);
+      recording_ = recording;
+      waiting.swap(waiting_);
+    }
+    for (const auto& [size, block] : waiting) give_back(size, block);
+  }
+
  private:
   struct Block {
     void* data = nullptr;
@@ -174,6 +186,10 @@ class PinnedPool {
 
   void give_back(std::size_t size, Block block) noexcept {
     try {
+      {
+        const std::lock_guard lock(mutex_);
+        if (recording_) return waiting_.emplace_back(size, block), void();
+      }
       activate(index_);
       if (cudaEventRecord(block.done, stream_) != cudaSuccess) return;  // device lost: leak the block
       const std::lock_guard lock(mutex_);
@@ -187,7 +203,11 @@ class PinnedPool {
   cudaStream_t stream_;
   std::mutex mutex_;
   std::multimap<std::size_t, Block> free_;
+  bool recording_ = false;
+  std::vector<std::pair<std::size_t, Block>> waiting_;
 };
+
+void hold_pinned(PinnedPool& pool, bool recording) noexcept { pool.hold(recording); }
 
 namespace {
 
@@ -246,7 +266,28 @@ Tensor CudaBackend::workspace(std::size_t bytes) {
   return empty({static_cast<std::int64_t>(bytes)}, {DType::u8, device()});
 }
 
+Tensor CudaBackend::constant(const void* source, std::size_t bytes) {
+  const SharedMemoryScope shared;  // memory of a recording is written by every replay
+  Tensor y = workspace(bytes);
+  if (!recording()) {
+    const std::shared_ptr<Storage> staging = pinned_storage(bytes);
+    std::memcpy(staging->data, source, bytes);
+    copy_from_host(staging->data, y);
+    return y;
+  }
+  keep(y.storage());
+  // Beside the stream: all work queued before the recording is done.
+  cudaStream_t aside = nullptr;
+  MT_CUDA_CHECK(cudaStreamCreateWithFlags(&aside, cudaStreamNonBlocking));
+  MT_CUDA_CHECK(cudaMemcpyAsync(y.data(), source, bytes, cudaMemcpyHostToDevice, aside));
+  MT_CUDA_CHECK(cudaStreamSynchronize(aside));
+  MT_CUDA_CHECK(cudaStreamDestroy(aside));
+  return y;
+}
+
 void CudaBackend::synchronize() {
+  MT_CHECK(AutogradError, !recording(), "recording: this step waits for the device (item(), to_vector(), printing, a StepResult, checks): "
+           "do that outside the recorded step");
   ++counters.synchronizations;
   MT_CUDA_CHECK(cudaStreamSynchronize(stream()));
 }
@@ -266,10 +307,11 @@ void CudaBackend::copy_from_host(const void* source, Tensor& y) {
   MT_CUDA_CHECK(cudaPointerGetAttributes(&attributes, source));
   std::shared_ptr<void> staging;
   if (attributes.type == cudaMemoryTypeUnregistered) {
-    if (bytes <= kStagingLimit) {  // small pageable memory goes through a pinned block, so that nobody waits
+    if (bytes <= kStagingLimit || recording()) {  // small pageable memory goes through a pinned block, so that nobody waits
       staging = pinned_->allocate(pinned_, bytes);
       std::memcpy(staging.get(), source, bytes);
       source = staging.get();
+      keep(staging);
     } else {
       ++counters.synchronizations;
     }

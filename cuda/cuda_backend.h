@@ -12,8 +12,8 @@ namespace mantissa {
 
 class PinnedPool;    // cuda/cuda_backend.cpp: host memory for copies that do not wait
 struct MatmulCache;  // cuda/matmul.cpp: the algorithm chosen for each shape
-struct CudnnState;   // cuda/cudnn.cpp: the handle and the plans built so far
 struct UpdateCache;  // cuda/optimizer.cu: pointer tables of multi-tensor launches
+class CudaRecording; // cuda/recording.cpp: a CUDA graph
 
 class CudaBackend final : public Backend {
  public:
@@ -26,6 +26,14 @@ class CudaBackend final : public Backend {
   /// Scratch memory (u8). It may be dropped as soon as the kernels that use it are launched: reuse is in
   /// stream order.
   Tensor workspace(std::size_t bytes);
+  /// A copy of host memory that kernels read; while recording it is made at once, not at each replay.
+  Tensor constant(const void* source, std::size_t bytes);
+  /// Where a draw starts: `state`, or while recording a place relative to *base, which each replay sets anew.
+  struct RandomStart {
+    PhiloxState state;
+    const PhiloxState* base = nullptr;
+  };
+  RandomStart random_start(PhiloxState state);
 
   Device device() const override;
   CachingAllocator& allocator() override;
@@ -34,6 +42,10 @@ class CudaBackend final : public Backend {
   void copy_from_host(const void* source, Tensor& y) override;
   void copy_to_host(const Tensor& x, void* target) override;
   void mirror_to_host(const Tensor& x, void* pinned) override;
+  bool can_record() const override;
+  void begin_recording() override;
+  std::unique_ptr<Recording> end_recording() override;
+  void abandon_recording() noexcept override;
   void fill(double value, Tensor& y) override;
   void copy(const Tensor& x, Tensor& y) override;
   void accumulate(const Tensor& x, Tensor& y) override;
@@ -85,7 +97,7 @@ class CudaBackend final : public Backend {
   void batch_norm_grad(const Tensor& g, const Tensor& x, const Tensor& w, const Tensor& mean,
                        const Tensor& rstd, bool training, Tensor& gx, Tensor& gw, Tensor& gb) override;
   void check_gradients(std::span<const Tensor> gradients, StepState* state) override;
-  void decide(const StepRules& rules, StepState* optimizer, ScaleState* scale, bool update_scale) override;
+  void decide(const StepRules* rules, StepState* optimizer, ScaleState* scale, bool update_scale) override;
   void sgd_update(std::span<const UpdateTensor> tensors, const SgdRule& rule,
                   const StepState* state) override;
   void adam_update(std::span<const UpdateTensor> tensors, const AdamRule& rule,
@@ -95,6 +107,7 @@ class CudaBackend final : public Backend {
  private:
   void matmul_in_steps(const Tensor& a, const Tensor& b, const MatmulOptions& options, Tensor& y);
   UpdateCache& update_cache();
+  CudaRecording* cuda_recording() const;
 
   int index_;
   cudaStream_t stream_ = nullptr;
@@ -103,7 +116,6 @@ class CudaBackend final : public Backend {
   cublasLtHandle_t cublas_ = nullptr;
   // Shared pointers: their types are complete only in the files that use them.
   std::shared_ptr<MatmulCache> matmul_cache_;
-  std::shared_ptr<CudnnState> cudnn_;
   std::shared_ptr<UpdateCache> updates_;
   std::shared_ptr<PinnedPool> pinned_;
 };

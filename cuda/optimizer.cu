@@ -98,8 +98,8 @@ __global__ void __launch_bounds__(kThreads)
   state->nans = f.nans;
 }
 
-__global__ void decide_kernel(StepRules rules, StepState* optimizer, ScaleState* scale, bool update) {
-  decide_step(rules, *optimizer, scale, update);
+__global__ void decide_kernel(const StepRules* rules, StepState* optimizer, ScaleState* scale, bool update) {
+  decide_step(*rules, *optimizer, scale, update);
 }
 
 // ---- updates ----
@@ -305,16 +305,14 @@ struct UpdateCache {
     const auto known = std::ranges::find(tables, key, &Table::key);
     if (known != tables.end()) {
       tables.splice(tables.begin(), tables, known);
+      backend.keep(known->data.storage());
       return tables.front();
     }
     std::vector<Chunk> chunks;
     for (const Item& item : items) add_chunks(item, chunks);
     Table table{key, static_cast<std::int64_t>(chunks.size()), {}};
     if (const std::size_t bytes = chunks.size() * sizeof(Chunk); bytes > 0) {
-      const std::shared_ptr<Storage> staging = backend.pinned_storage(bytes);
-      std::copy(chunks.begin(), chunks.end(), reinterpret_cast<Chunk*>(staging->data));
-      table.data = backend.workspace(bytes);
-      backend.copy_from_host(staging->data, table.data);
+      table.data = backend.constant(chunks.data(), bytes);
     }
     constexpr std::size_t kTables = 16;
     if (tables.size() == kTables) tables.pop_back();
@@ -342,7 +340,7 @@ void CudaBackend::check_gradients(std::span<const Tensor> gradients, StepState* 
   MT_LAUNCHED();
 }
 
-void CudaBackend::decide(const StepRules& rules, StepState* optimizer, ScaleState* scale, bool update_scale) {
+void CudaBackend::decide(const StepRules* rules, StepState* optimizer, ScaleState* scale, bool update_scale) {
   decide_kernel<<<1, 1, 0, stream()>>>(rules, optimizer, scale, update_scale);
   MT_LAUNCHED();
 }

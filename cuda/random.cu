@@ -3,18 +3,31 @@
 #include "cuda/cuda_backend.h"
 #include "cuda/cuda_check.h"
 #include "cuda/kernel.cuh"
+#include "cuda/recording.h"
 
 namespace mantissa {
 namespace {
 
+/// Block `quad` of a draw.
+struct Draw {
+  CudaBackend::RandomStart start;
+  __device__ Philox4 operator()(std::int64_t quad) const {
+    const std::uint64_t offset = start.state.offset + static_cast<std::uint64_t>(quad);
+    return start.base == nullptr ? philox(start.state.seed, offset)
+                                 : philox(start.base->seed, start.base->offset + offset);
+  }
+};
+
+__global__ void random_base_kernel(PhiloxState state, PhiloxState* base) { *base = state; }
+
 template <class A>
 struct Dropout {
-  PhiloxState state;
+  Draw draw;
   float p;
   A factor;
   template <int V>
   __device__ void drop(std::int64_t quad, A (&x)[V], int first = 0) const {
-    const Philox4 bits = philox(state.seed, state.offset + static_cast<std::uint64_t>(quad));
+    const Philox4 bits = draw(quad);
 #pragma unroll
     for (int j = 0; j < 4; ++j)
       x[first + j] = uniform_from_bits(bits.lane[j]) >= p ? x[first + j] * factor : A(0);
@@ -63,10 +76,10 @@ __device__ inline void normal_pair(std::uint32_t bits0, std::uint32_t bits1, dou
 // Bytes: y once, but the arithmetic costs more: f64 as on the CPU, so that both draw the same values.
 template <class T, RandomKind kKind>
 __global__ void __launch_bounds__(kThreads)
-    random_kernel(double a, double b, PhiloxState state, std::int64_t n, T* y) {
+    random_kernel(double a, double b, Draw draw, std::int64_t n, T* y) {
   const std::int64_t quad = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (quad * 4 >= n) return;
-  const Philox4 bits = philox(state.seed, state.offset + static_cast<std::uint64_t>(quad));
+  const Philox4 bits = draw(quad);
   double value[4];
   if constexpr (kKind == RandomKind::normal) {
     normal_pair(bits.lane[0], bits.lane[1], value[0], value[1]);
@@ -87,13 +100,19 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
+void set_random_base(CudaBackend& backend, PhiloxState state, PhiloxState* base) {
+  auto& counters = backend.counters;
+  random_base_kernel<<<1, 1, 0, backend.stream()>>>(state, base);
+  MT_LAUNCHED();
+}
+
 void CudaBackend::dropout(const Tensor& x, double p, PhiloxState state, Tensor& y) {
   const detail::OpRange range("dropout");
   const std::int64_t n = x.numel();
   if (n == 0) return;
   visit_float<CudaTypes>("dropout", x.dtype(), [&]<class T>() {
     using A = compute_t<T>;
-    const Dropout<A> f{state, static_cast<float>(p), p < 1 ? static_cast<A>(1 / (1 - p)) : A(0)};
+    const Dropout<A> f{{random_start(state)}, static_cast<float>(p), p < 1 ? static_cast<A>(1 / (1 - p)) : A(0)};
     const auto* from = static_cast<const T*>(x.data());
     auto* to = static_cast<T*>(y.data());
     dropout_kernel<<<static_cast<unsigned>(ceil_div(n, kThreads * 8)), kThreads, 0, stream()>>>(
@@ -107,17 +126,18 @@ void CudaBackend::random(RandomKind kind, double a, double b, PhiloxState state,
   const std::int64_t n = y.numel();
   if (n == 0) return;
   const auto blocks = static_cast<unsigned>(ceil_div(n, kThreads * 4));
+  const Draw start{random_start(state)};
   visit_float<CudaTypes>("random", y.dtype(), [&]<class T>() {
     auto* to = static_cast<T*>(y.data());
     switch (kind) {
       case RandomKind::uniform:
-        random_kernel<T, RandomKind::uniform><<<blocks, kThreads, 0, stream()>>>(a, b, state, n, to);
+        random_kernel<T, RandomKind::uniform><<<blocks, kThreads, 0, stream()>>>(a, b, start, n, to);
         break;
       case RandomKind::normal:
-        random_kernel<T, RandomKind::normal><<<blocks, kThreads, 0, stream()>>>(a, b, state, n, to);
+        random_kernel<T, RandomKind::normal><<<blocks, kThreads, 0, stream()>>>(a, b, start, n, to);
         break;
       case RandomKind::bernoulli:
-        random_kernel<T, RandomKind::bernoulli><<<blocks, kThreads, 0, stream()>>>(a, b, state, n, to);
+        random_kernel<T, RandomKind::bernoulli><<<blocks, kThreads, 0, stream()>>>(a, b, start, n, to);
         break;
     }
     MT_LAUNCHED();

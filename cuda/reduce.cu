@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(512) across_kernel(Work work, const T* x, Targ
   if (inside) {
     x += work.base(unit * V);
     const std::int64_t end = min((blockIdx.y + 1) * work.part, work.count);
-    constexpr int kInFlight = 4;
+    constexpr int kInFlight = sizeof(T) * V == 16 ? 8 : 4;
     for (std::int64_t i = blockIdx.y * work.part + threadIdx.y; i < end; i += kInFlight * blockDim.y) {
       Vec<T, V> v[kInFlight];
 #pragma unroll
@@ -234,7 +234,7 @@ class Reduction {
     using A = compute_t<T>;
     const auto* x = static_cast<const T*>(x_.data());
     const std::int64_t blocks = ceil_div(work_.results / V, kWarp);
-    const std::int64_t wanted = ceil_div(4 * backend_.properties().multiProcessorCount, blocks);
+    const std::int64_t wanted = ceil_div(8 * backend_.properties().multiProcessorCount, blocks);
     const std::int64_t parts =
         std::max<std::int64_t>(1, std::min({wanted, work_.count / kPartRows, std::int64_t{65535}}));
     work_.part = ceil_div(work_.count, parts);

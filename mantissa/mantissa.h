@@ -10,6 +10,7 @@
 #include "nn/models.h"
 #include "optim/loss_scaler.h"
 #include "optim/optimizer.h"
+#include "train/captured_step.h"
 #include "train/idx.h"
 #include "train/loader.h"
 #include "train/log.h"

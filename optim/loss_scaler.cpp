@@ -84,6 +84,7 @@ std::vector<StepResult> LossScaler::step(std::initializer_list<Optimizer*> optim
   const Optimizer* last = nullptr;
   for (const Optimizer* optimizer : optimizers) {
     stop_at_streak(*optimizer);
+    backend(optimizer->device_).before_replay([this, optimizer] { stop_at_streak(*optimizer); });
     prepare(optimizer->device_);
     if (optimizer->has_gradients_scaled_by(this)) last = optimizer;
   }
@@ -92,6 +93,8 @@ std::vector<StepResult> LossScaler::step(std::initializer_list<Optimizer*> optim
     backend(device_state_).mirror_to_host(optimizer->source_->state, optimizer->source_->mirror->data);
   }
   if (last != nullptr) backend(device_state_).mirror_to_host(device_state_, mirror_->data);
+  backend(device_state_).keep(device_state_.storage());
+  backend(device_state_).keep(mirror_);
   return results;
 }
 

@@ -52,6 +52,15 @@ Tensor device_struct(Device device, const T& value) {
   return x;
 }
 
+/// The update kernel wrote p, and its working copy in the same pass.
+void mark_updated(const Tensor& p, bool working) {
+  p.bump_version();
+  if (!working) return;
+  Leaf& leaf = *p.node()->leaf;
+  leaf.working.bump_version();
+  leaf.working_of = p.version();
+}
+
 }  // namespace
 
 StepState StepResult::read() const {
@@ -92,9 +101,79 @@ Optimizer::Optimizer(std::vector<ParamGroup> groups, const Schedule& schedule, i
 }
 
 void Optimizer::reset_state(const StepState& state) {
-  source_->state = device_struct(device_, state);
-  source_->mirror = backend(device_).pinned_storage(sizeof state);
+  if (!source_->state.defined()) {
+    source_->state = device_struct(device_, state);
+    source_->mirror = backend(device_).pinned_storage(sizeof state);
+  } else {  // in place: a recorded step refers to it
+    backend(device_).copy_from_host(&state, source_->state);
+    backend(device_).synchronize();
+  }
   std::memcpy(source_->mirror->data, &state, sizeof state);
+}
+
+const StepRules* Optimizer::device_rules() {
+  Backend& device = backend(device_);
+  const auto upload = [&device](const StepRules& rules, std::optional<StepRules>& uploaded, Tensor& target) {
+    if (uploaded == rules) return;
+    uploaded = rules;
+    device.copy_from_host(&*uploaded, target);
+  };
+  const auto make = [this] {
+    const SharedMemoryScope shared;
+    const MemoryScope scope(MemoryCategory::optimizer_state);
+    return empty({static_cast<std::int64_t>(sizeof(StepRules))}, {DType::u8, device_});
+  };
+  if (!device.recording()) {
+    if (!device_rules_.defined()) device_rules_ = make();
+    upload(rules_, uploaded_, device_rules_);
+    return static_cast<const StepRules*>(device_rules_.data());
+  }
+  // A recorded step has rules of its own, whose schedule follows ours.
+  Tensor own = make();
+  device.before_replay([this, upload, own, rules = rules_, uploaded = std::optional<StepRules>{}]() mutable {
+    rules.schedule = rules_.schedule;
+    upload(rules, uploaded, own);
+  });
+  return static_cast<const StepRules*>(own.data());
+}
+
+void Optimizer::record_host_part(const std::vector<Updated>& updated) {
+  struct Recorded {
+    Tensor parameter, working;
+    std::weak_ptr<Storage> gradient;
+  };
+  std::vector<Recorded> recorded;
+  for (const auto& [p, working] : updated) {
+    const Leaf& leaf = *p->node()->leaf;
+    recorded.push_back({*p, working ? leaf.working : Tensor{}, leaf.gradient.storage()});
+  }
+  std::vector<std::pair<double, double>> settings;
+  for (const ParamGroup& group : groups_) settings.emplace_back(group.lr_scale, group.weight_decay);
+  Backend& device = backend(device_);
+  device.keep(source_->state.storage());
+  device.keep(source_->mirror);
+  for (const Moments& m : moments_) {
+    device.keep(m.first.storage());
+    device.keep(m.second.storage());
+  }
+  device.before_replay([this, recorded = std::move(recorded), settings = std::move(settings)] {
+    for (std::size_t i = 0; i < settings.size(); ++i)
+      MT_CHECK(ConfigError, std::pair(groups_[i].lr_scale, groups_[i].weight_decay) == settings[i], "captured step: lr_scale or weight_decay of group ",
+               i, " changed since the step was recorded; reset() it to record again");
+    for (const auto& [p, working, gradient] : recorded) {
+      const Leaf& leaf = *p.node()->leaf;
+      MT_CHECK(AutogradError, !working.defined() || working.storage() == leaf.working.storage(), "captured step: the 16-bit copy of ", p,
+               " was replaced since the step was recorded (Autocast to another dtype?); reset() it to record again");
+      MT_CHECK(AutogradError, gradient.lock() == leaf.gradient.storage(), "captured step: the gradient buffer of ", p,
+               " was replaced since the step was recorded (is an old grad() still held?); reset() it to record again");
+      if (working.defined() && leaf.working_of != p.version()) {  // somebody wrote to the parameter
+        Tensor stale = working;
+        backend(p).copy(p, stale);
+      }
+      mark_updated(p, working.defined());
+    }
+    ++source_->ticket;
+  });
 }
 
 bool Optimizer::has_gradients_scaled_by(const void* owner) const {
@@ -142,10 +221,6 @@ StepResult Optimizer::step() { return step(nullptr, {}, nullptr, false); }
 StepResult Optimizer::step(ScaleState* scale, const ScaleRule& rule, const void* owner, bool update_scale) {
   std::vector<Tensor> gradients;
   std::vector<UpdateTensor> tensors;
-  struct Updated {
-    const Tensor* parameter;
-    bool working;  // its working copy is refreshed too
-  };
   std::vector<Updated> updated;
   std::size_t index = 0;
   bool scaled = false;
@@ -183,24 +258,25 @@ StepResult Optimizer::step(ScaleState* scale, const ScaleRule& rule, const void*
   rules_.empty = tensors.empty();
   Backend& device = backend(device_);
   const OpScope op("optimizer step");
+  const StepRules* rules = device_rules();
   if (!tensors.empty()) device.check_gradients(gradients, device_state());
-  device.decide(rules_, device_state(), scale, update_scale);
+  device.decide(rules, device_state(), scale, update_scale);
   if (!tensors.empty()) {
     update(tensors, device_state());
-    for (const auto& [p, working] : updated) {
-      p->bump_version();
-      if (!working) continue;
-      Leaf& leaf = *p->node()->leaf;
-      leaf.working.bump_version();
-      leaf.working_of = p->version();
-    }
+    for (const auto& [p, working] : updated) mark_updated(*p, working);
     finish_buffers(device_, device_state());
   }
+  if (device.recording()) record_host_part(updated);
   zero_grad();
   rules_.max_norm = rules_.max_value = 0;
+  ++source_->ticket;
+  return last_result();
+}
+
+StepResult Optimizer::last_result() const {
   StepResult result;
   result.source_ = source_;
-  result.ticket_ = ++source_->ticket;
+  result.ticket_ = source_->ticket;
   return result;
 }
 

@@ -5,6 +5,7 @@
 // whose gradients are not finite changes nothing. Gradients are consumed: after a step they count as absent.
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -79,6 +80,9 @@ class Optimizer {
   void set_lr(double lr) { set_schedule(constant(lr)); }
   const Schedule& schedule() const { return rules_.schedule; }
 
+  /// What became of the newest step, a replayed one (train/captured_step.h) included.
+  StepResult last_result() const;
+
   std::vector<ParamGroup>& groups() { return groups_; }
   std::vector<Tensor> parameters() const;
   std::int64_t applied_steps() const;  // waits for the device
@@ -102,6 +106,14 @@ class Optimizer {
   StepResult step(ScaleState* scale, const ScaleRule& rule, const void* owner, bool update_scale);
   StepState* device_state() const;
   void reset_state(const StepState& state);
+  struct Updated {
+    const Tensor* parameter;
+    bool working;  // its working copy is refreshed too
+  };
+  /// rules_ on the device.
+  const StepRules* device_rules();
+  /// What a replay of this step does on the host: notices what changed since, counts, bumps versions.
+  void record_host_part(const std::vector<Updated>& updated);
   bool has_gradients_scaled_by(const void* owner) const;
 
   std::vector<ParamGroup> groups_;
@@ -109,6 +121,9 @@ class Optimizer {
   int moments_per_parameter_;
   StepRules rules_;
   Device device_;
+  // The rules that the device reads; uploaded when they change, which in a steady step they do not.
+  std::optional<StepRules> uploaded_;
+  Tensor device_rules_;
   std::shared_ptr<StepResult::Source> source_ = std::make_shared<StepResult::Source>();
 };
 

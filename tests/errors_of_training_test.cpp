@@ -203,6 +203,43 @@ TEST(ErrorsOfDevices, ParametersOnDifferentDevices) {
   refuses<DeviceError>([&] { scaler.backward(sum(b)); }, {"LossScaler: was used on cpu, now on cuda:0"});
 }
 
+TEST(ErrorsOfDevices, CapturedStepsWhoseWorldChanged) {
+  MT_NEEDS_GPU();
+  Tensor w = leaf(ones({8, 8}, {DType::f32, cuda(0)}));
+  SGD sgd({w});
+  DType low = f16;
+  train::CapturedStep step([&](const Tensor& x) {
+    Tensor loss;
+    {
+      const Autocast scope(low);
+      loss = sum(matmul(x, w).to(f32));
+    }
+    loss.backward();
+    sgd.step();
+    return loss;
+  });
+  const Tensor x = ones({2, 8}, {DType::f32, cuda(0)});
+  const auto record = [&] {
+    step.reset();
+    for (int i = 0; i < 3; ++i) step(x);
+  };
+  record();
+  sgd.groups()[0].lr_scale = 2;
+  refuses<ConfigError>([&] { step(x); }, {"captured step: lr_scale or weight_decay of group 0 changed", "reset() it to record again"});
+  record();
+  low = bf16;
+  step(ones({3, 8}, {DType::f32, cuda(0)}));  // another shape runs as it is, and makes another working copy
+  refuses<AutogradError>([&] { step(x); }, {"captured step: the 16-bit copy of " + to_string(w), "was replaced"});
+  record();
+  sum(matmul(x, w)).backward();
+  const Tensor held = w.grad();
+  w.zero_grad();
+  sum(matmul(x, w)).backward();
+  w.zero_grad();
+  refuses<AutogradError>([&] { step(x); }, {"captured step: the gradient buffer of " + to_string(w), "was replaced"});
+  record();
+}
+
 MT_ERRORS_INVENTORY([](const std::string& file) {
   return file.starts_with("optim/") || file.starts_with("nn/");
 });

@@ -178,7 +178,11 @@ void CpuBackend::batch_norm_grad(const Tensor& g, const Tensor& x, const Tensor&
         const A* __restrict gr = vg + row * c, * __restrict xr = vx + row * c;
         A* __restrict to = out + row * c;
         const A* __restrict s = scale, * __restrict m = mean_g, * __restrict l = slope;
-        for (std::int64_t ch = 0; ch < c; ++ch) to[ch] = s[ch] * (gr[ch] - m[ch] - (xr[ch] - pm[ch]) * l[ch]);
+        if (training) {
+          for (std::int64_t ch = 0; ch < c; ++ch) to[ch] = s[ch] * (gr[ch] - m[ch] - (xr[ch] - pm[ch]) * l[ch]);
+        } else {  // x has no say, even where it is not finite
+          for (std::int64_t ch = 0; ch < c; ++ch) to[ch] = s[ch] * gr[ch];
+        }
       }
       store_block<A>(out, pgx + first, 1, rows * c);
     });

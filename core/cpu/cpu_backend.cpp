@@ -53,6 +53,12 @@ void CpuBackend::copy_from_host(const void* source, Tensor& y) {
 void CpuBackend::copy_to_host(const Tensor& x, void* target) {
   if (x.numel() > 0) std::memcpy(target, x.data(), static_cast<std::size_t>(x.numel()) * size_of(x.dtype()));
 }
+// Calls cost little here, so nothing is recorded.
+bool CpuBackend::can_record() const { return false; }
+void CpuBackend::begin_recording() { MT_THROW(DeviceError, "recording: the CPU runs work at once; ask can_record() first"); }
+std::unique_ptr<Recording> CpuBackend::end_recording() { return nullptr; }
+void CpuBackend::abandon_recording() noexcept {}
+
 void CpuBackend::mirror_to_host(const Tensor& x, void* pinned) { copy_to_host(x, pinned); }
 
 }  // namespace mantissa

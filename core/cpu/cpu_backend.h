@@ -15,6 +15,10 @@ class CpuBackend final : public Backend {
   void copy_from_host(const void* source, Tensor& y) override;
   void copy_to_host(const Tensor& x, void* target) override;
   void mirror_to_host(const Tensor& x, void* pinned) override;
+  bool can_record() const override;
+  void begin_recording() override;
+  std::unique_ptr<Recording> end_recording() override;
+  void abandon_recording() noexcept override;
   void fill(double value, Tensor& y) override;
   void copy(const Tensor& x, Tensor& y) override;
   void accumulate(const Tensor& x, Tensor& y) override;
@@ -66,7 +70,7 @@ class CpuBackend final : public Backend {
   void batch_norm_grad(const Tensor& g, const Tensor& x, const Tensor& w, const Tensor& mean,
                        const Tensor& rstd, bool training, Tensor& gx, Tensor& gw, Tensor& gb) override;
   void check_gradients(std::span<const Tensor> gradients, StepState* state) override;
-  void decide(const StepRules& rules, StepState* optimizer, ScaleState* scale, bool update_scale) override;
+  void decide(const StepRules* rules, StepState* optimizer, ScaleState* scale, bool update_scale) override;
   void sgd_update(std::span<const UpdateTensor> tensors, const SgdRule& rule,
                   const StepState* state) override;
   void adam_update(std::span<const UpdateTensor> tensors, const AdamRule& rule,

@@ -117,8 +117,8 @@ void CpuBackend::check_gradients(std::span<const Tensor> gradients, StepState* s
   state->nans = total.nans;
 }
 
-void CpuBackend::decide(const StepRules& rules, StepState* optimizer, ScaleState* scale, bool update_scale) {
-  decide_step(rules, *optimizer, scale, update_scale);
+void CpuBackend::decide(const StepRules* rules, StepState* optimizer, ScaleState* scale, bool update_scale) {
+  decide_step(*rules, *optimizer, scale, update_scale);
 }
 
 void CpuBackend::sgd_update(std::span<const UpdateTensor> tensors, const SgdRule& rule,
