@@ -47,8 +47,9 @@ Tensor autocast(Cast rule, const Tensor& x) {
   if (rule != Cast::low && rule != Cast::full) return x;
   const DType target = rule == Cast::low ? current_state.dtype : DType::f32;
   if (x.dtype() == target) return x;
-  const bool is_parameter = x.node() != nullptr && x.node()->leaf != nullptr && !x.node()->leaf->activation && x.dtype() == DType::f32 && x.is_dense() &&
-                            x.offset() == 0 && x.shape() == x.node()->outputs[0].shape;
+  const bool is_parameter = x.node() != nullptr && x.node()->leaf != nullptr && !x.node()->leaf->activation &&
+                            x.dtype() == DType::f32 && x.is_dense() && x.offset() == 0 &&
+                            x.shape() == x.node()->outputs[0].shape;
   if (rule == Cast::low && is_parameter) return working_copy(x, target);
   return x.to(target);
 }

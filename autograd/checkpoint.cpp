@@ -35,32 +35,35 @@ Tensor checkpoint(const std::function<Tensor(std::span<const Tensor>)>& fn, cons
   Tensor* outputs[] = {&y};
   const std::vector<TensorRef> references(inputs.begin(), inputs.end());
   // Recorded even when no input needs a gradient: parameters that fn reads may.
-  record({"checkpoint", Cast::keep}, outputs, references, [fn, saved, parameters, random](Grads g, GradOut& out) {
-    std::vector<Tensor> again, grads(saved.size());
-    for (std::size_t i = 0; i < saved.size(); ++i) {
-      Tensor x = saved[i].get().detach();
-      if (out.wanted(static_cast<int>(i))) {
-        x.set_requires_grad();
-        Leaf& leaf = *x.node()->leaf;
-        leaf.capture = &grads[i];
-        leaf.activation = parameters[i] == nullptr;
-        if (parameters[i] != nullptr) {  // the same data under the same version: its 16-bit copy serves here too
-          leaf.working = parameters[i]->leaf->working;
-          leaf.working_of = parameters[i]->leaf->working_of;
+  record(
+      {"checkpoint", Cast::keep}, outputs, references,
+      [fn, saved, parameters, random](Grads g, GradOut& out) {
+        std::vector<Tensor> again, grads(saved.size());
+        for (std::size_t i = 0; i < saved.size(); ++i) {
+          Tensor x = saved[i].get().detach();
+          if (out.wanted(static_cast<int>(i))) {
+            x.set_requires_grad();
+            Leaf& leaf = *x.node()->leaf;
+            leaf.capture = &grads[i];
+            leaf.activation = parameters[i] == nullptr;
+            if (parameters[i] != nullptr) {  // the same data under the same version: its 16-bit copy serves here too
+              leaf.working = parameters[i]->leaf->working;
+              leaf.working_of = parameters[i]->leaf->working_of;
+            }
+          }
+          again.push_back(std::move(x));
         }
-      }
-      again.push_back(std::move(x));
-    }
-    Tensor result;
-    {
-      const RandomAt same_numbers(random);
-      const EnableGrad enable;  // Autocast is back already: backward restores the scope in which this was recorded
-      result = fn(again);
-    }
-    if (!result.requires_grad()) return;
-    backward(result, {.seed = g[0], .scale_owner = out.options().scale_owner});
-    for (std::size_t i = 0; i < grads.size(); ++i) out.set(static_cast<int>(i), grads[i]);
-  }, true);
+        Tensor result;
+        {
+          const RandomAt same_numbers(random);
+          const EnableGrad enable;  // Autocast is back already: backward restores the scope in which this was recorded
+          result = fn(again);
+        }
+        if (!result.requires_grad()) return;
+        backward(result, {.seed = g[0], .scale_owner = out.options().scale_owner});
+        for (std::size_t i = 0; i < grads.size(); ++i) out.set(static_cast<int>(i), grads[i]);
+      },
+      true);
   if (y.node() != nullptr) y.node()->recomputes = true;
   return y;
 }

@@ -11,7 +11,8 @@ namespace mantissa {
 GradcheckReport gradcheck(const std::function<Tensor(std::span<const Tensor>)>& fn, std::vector<Tensor> inputs,
                           const GradcheckOptions& options) {
   for (const Tensor& x : inputs)
-    MT_CHECK(DTypeError, !x.requires_grad() || (x.dtype() == DType::f64 && x.is_leaf()), "gradcheck: inputs must be f64 leaves, got ", x);
+    MT_CHECK(DTypeError, !x.requires_grad() || (x.dtype() == DType::f64 && x.is_leaf()),
+             "gradcheck: inputs must be f64 leaves, got ", x);
   const Tensor y = fn(inputs);
   const PhiloxState state{options.seed, 0};
   Tensor weights = empty(y.shape(), {y.dtype(), y.device()});
@@ -41,7 +42,8 @@ GradcheckReport gradcheck(const std::function<Tensor(std::span<const Tensor>)>& 
       report.worst = std::max(report.worst, ratio);
       if (ratio <= 1 || !report.passed) continue;  // NaN fails
       report.passed = false;
-      report.message = detail::message("gradcheck: input ", i, " ", inputs[i], ", element ", j, ": analytic ", analytic[j], ", numeric ", numeric);
+      report.message = detail::message("gradcheck: input ", i, " ", inputs[i], ", element ", j, ": analytic ",
+                                       analytic[j], ", numeric ", numeric);
     }
     const NoGrad no_grad;
     inputs[i].copy_(from_vector(original, inputs[i].shape(), {DType::f64, cpu}));

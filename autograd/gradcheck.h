@@ -18,8 +18,8 @@ struct GradcheckOptions {
 
 struct GradcheckReport {
   bool passed = true;
-  double worst = 0;      // largest |analytic - numeric| / (atol + rtol |numeric|)
-  std::string message;   // the first mismatch: input, element, both values
+  double worst = 0;     // largest |analytic - numeric| / (atol + rtol |numeric|)
+  std::string message;  // the first mismatch: input, element, both values
   explicit operator bool() const { return passed; }
 };
 

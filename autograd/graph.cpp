@@ -79,10 +79,10 @@ Saved save(const Tensor& x) {
 }
 
 const Tensor& Saved::get() const {
-  MT_CHECK(AutogradError, !tensor_.defined() || tensor_.version() == version_, OpScope::current() ? OpScope::current() : "backward",
-           ": a tensor that backward needs, ", tensor_, ", was changed in place: it is at version ",
-           tensor_.defined() ? tensor_.version() : 0, ", saved at ", version_,
-           "; run backward before the change (an optimizer step is one), or change a clone()");
+  MT_CHECK(AutogradError, !tensor_.defined() || tensor_.version() == version_,
+           OpScope::current() ? OpScope::current() : "backward", ": a tensor that backward needs, ", tensor_,
+           ", was changed in place: it is at version ", tensor_.defined() ? tensor_.version() : 0, ", saved at ",
+           version_, "; run backward before the change (an optimizer step is one), or change a clone()");
   return tensor_;
 }
 
@@ -109,7 +109,8 @@ bool needs_grad(std::initializer_list<TensorRef> inputs) {
   return recording && std::ranges::any_of(inputs, [](const TensorRef& x) { return x.tensor->requires_grad(); });
 }
 
-void record(const OpInfo& op, std::span<Tensor* const> outputs, std::span<const TensorRef> inputs, BackwardFn fn, bool force) {
+void record(const OpInfo& op, std::span<Tensor* const> outputs, std::span<const TensorRef> inputs, BackwardFn fn,
+            bool force) {
   if (!recording) return;
   if (!force && std::ranges::none_of(inputs, [](const TensorRef& x) { return x.tensor->requires_grad(); })) return;
   auto node = std::make_shared<Node>(op.name, outputs.size());
@@ -140,7 +141,8 @@ void GradOut::set(int input, Tensor g) {
   const Edge& edge = node_->inputs[static_cast<std::size_t>(input)];
   if (edge.node == nullptr || !g.defined()) return;
   const Node::Output& target = edge.node->outputs[static_cast<std::size_t>(edge.index)];
-  MT_ASSERT(g.shape() == target.shape, node_->name, ": gradient of input ", input, " is ", g, ", but the input has shape ", target.shape);
+  MT_ASSERT(g.shape() == target.shape, node_->name, ": gradient of input ", input, " is ", g,
+            ", but the input has shape ", target.shape);
   Pending& pending = (*pending_)[edge.node.get()];
   const bool is_leaf = edge.node->leaf != nullptr;
   if (is_leaf && edge.node->hooks.empty() && edge.node->leaf->capture == nullptr) {
@@ -164,13 +166,16 @@ const Node::Activated* GradOut::take_activation(int input) {
   return edge.node->activated.get();
 }
 
-bool GradOut::take_differentiated() { return node_->activated != nullptr && std::exchange(node_->activated->differentiated, false); }
+bool GradOut::take_differentiated() {
+  return node_->activated != nullptr && std::exchange(node_->activated->differentiated, false);
+}
 
 bool GradOut::begin_write(int input, Tensor& buffer) {
   const Edge& edge = node_->inputs[static_cast<std::size_t>(input)];
   const Node::Output& target = edge.node->outputs[static_cast<std::size_t>(edge.index)];
   Leaf* leaf = edge.node->leaf.get();
-  const bool low = node_->cast == Cast::low && node_->autocast.enabled && node_->autocast.options.low_precision_weight_grad && target.dtype == DType::f32;
+  const bool low = node_->cast == Cast::low && node_->autocast.enabled &&
+                   node_->autocast.options.low_precision_weight_grad && target.dtype == DType::f32;
   if (leaf != nullptr && edge.node->hooks.empty() && leaf->capture == nullptr && !low) {
     mark_scaled(*leaf, *options_, edge.node->name);
     prepare_gradient(*edge.node);
@@ -200,7 +205,8 @@ void GradOut::finish_leaf(Node& node, Pending& pending, const BackwardOptions& o
   for (auto& [index, hook] : node.hooks) {
     if (!g.defined()) break;
     if (Tensor replaced = hook(g); replaced.defined()) {
-      MT_CHECK(AutogradError, replaced.shape() == g.shape(), "gradient hook: returned ", replaced, " for a gradient ", g);
+      MT_CHECK(AutogradError, replaced.shape() == g.shape(), "gradient hook: returned ", replaced, " for a gradient ",
+               g);
       g = converted(replaced, g.dtype());
     }
   }
@@ -219,10 +225,10 @@ void GradOut::finish_leaf(Node& node, Pending& pending, const BackwardOptions& o
 bool backward(const Tensor& root, const BackwardOptions& options) {
   MT_CHECK(AutogradError, root.defined() && root.requires_grad(), "backward: ", root,
            " does not depend on a tensor that requires a gradient");
-  MT_CHECK(ShapeError, options.seed.defined() || root.numel() == 1, "backward: the root must have one element, got ", root,
-           "; reduce it, or pass a seed gradient");
-  MT_CHECK(ShapeError, !options.seed.defined() || options.seed.shape() == root.shape(), "backward: the seed is ", options.seed,
-           ", the root ", root);
+  MT_CHECK(ShapeError, options.seed.defined() || root.numel() == 1, "backward: the root must have one element, got ",
+           root, "; reduce it, or pass a seed gradient");
+  MT_CHECK(ShapeError, !options.seed.defined() || options.seed.shape() == root.shape(), "backward: the seed is ",
+           options.seed, ", the root ", root);
   const NoGrad no_grad;
   GradOut::PendingMap pending;
   std::vector<std::shared_ptr<Node>> order, stack{root.node()};
@@ -255,11 +261,11 @@ bool backward(const Tensor& root, const BackwardOptions& options) {
   if (!scaled) effective.scale_owner = options.scale.defined() ? nullptr : options.scale_owner;
   Tensor seed = options.seed;
   if (!seed.defined()) {
-    seed = empty_like(root);
-    if (scaled) {
-      backend(root).copy(options.scale.reshape(root.shape()), seed);
+    if (scaled && options.scale.dtype() == root.dtype()) {
+      seed = options.scale.reshape(root.shape());
     } else {
-      backend(root).fill(1, seed);
+      seed = empty_like(root);
+      scaled ? backend(root).copy(options.scale.reshape(root.shape()), seed) : backend(root).fill(1, seed);
     }
   }
   pending.at(root.node().get()).grads[static_cast<std::size_t>(root.output_index())] = std::move(seed);
@@ -276,7 +282,8 @@ bool backward(const Tensor& root, const BackwardOptions& options) {
       Tensor& g = grads[static_cast<std::size_t>(index)];
       if (!g.defined()) continue;
       if (Tensor replaced = hook(g); replaced.defined()) {
-        MT_CHECK(AutogradError, replaced.shape() == g.shape(), "gradient hook: returned ", replaced, " for a gradient ", g);
+        MT_CHECK(AutogradError, replaced.shape() == g.shape(), "gradient hook: returned ", replaced, " for a gradient ",
+                 g);
         g = converted(replaced, g.dtype());
       }
     }
@@ -303,12 +310,15 @@ bool backward(const Tensor& root, const BackwardOptions& options) {
 
 // ---- Tensor's part --------------------------------------------------------------------------------------------------
 
-bool Tensor::requires_grad() const { return node_ != nullptr && (node_->leaf == nullptr || node_->leaf->requires_grad); }
+bool Tensor::requires_grad() const {
+  return node_ != nullptr && (node_->leaf == nullptr || node_->leaf->requires_grad);
+}
 bool Tensor::is_leaf() const { return node_ == nullptr || node_->leaf != nullptr; }
 
 Tensor& Tensor::set_requires_grad(bool value) {
   MT_CHECK(AutogradError, defined(), "set_requires_grad: the tensor is undefined");
-  MT_CHECK(AutogradError, is_leaf(), "set_requires_grad: ", *this, " is the result of '", node_->name, "', not a leaf; detach() it first");
+  MT_CHECK(AutogradError, is_leaf(), "set_requires_grad: ", *this, " is the result of '", node_->name,
+           "', not a leaf; detach() it first");
   MT_CHECK(DTypeError, !value || is_float(dtype_), "set_requires_grad: only float tensors have gradients, got ", *this);
   if (node_ == nullptr) {
     if (!value) return *this;
@@ -336,7 +346,8 @@ void Tensor::set_grad(const Tensor& g) const {
   Leaf& leaf = leaf_of(*this, "set_grad");
   MT_CHECK(AutogradError, g.defined(), "set_grad: the gradient is undefined; zero_grad() clears one");
   MT_CHECK(DTypeError, is_float(g.dtype()), "set_grad: expected f64, f32, f16 or bf16, got ", g);
-  MT_CHECK(ShapeError, g.shape() == shape_ && g.device() == device(), "set_grad: the gradient is ", g, ", the tensor ", *this);
+  MT_CHECK(ShapeError, g.shape() == shape_ && g.device() == device(), "set_grad: the gradient is ", g, ", the tensor ",
+           *this);
   zero_grad();
   BackwardOptions options;
   add_to_leaf(*node_, g, options);

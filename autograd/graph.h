@@ -1,7 +1,7 @@
 #pragma once
 // The graph: each recorded op is a Node that knows its inputs' nodes and a closure that turns the gradients of its
-// outputs into those of its inputs. Nodes hold no data; what an op saves is exactly its closure's capture list, and only
-// detached tensors are captured, so there are no cycles. Traversal and destruction are iterative.
+// outputs into those of its inputs. Nodes hold no data; what an op saves is exactly its closure's capture list, and
+// only detached tensors are captured, so there are no cycles. Traversal and destruction are iterative.
 
 #include <cstdint>
 #include <functional>
@@ -39,10 +39,10 @@ class EnableGrad : NoGrad {
 bool grad_enabled();
 
 struct BackwardOptions {
-  Tensor seed = {};           // gradient of the root, of its shape and dtype; default: one, for a one-element root
-  Tensor scale = {};          // f32 scalar on the root's device: multiplies the default seed, if `scale_if_f16` finds need
+  Tensor seed = {};   // gradient of the root, of its shape and dtype; default: one, for a one-element root
+  Tensor scale = {};  // f32 scalar on the root's device: multiplies the default seed, if `scale_if_f16` finds need
   const void* scale_owner = nullptr;  // marks the gradients as scaled by this scaler, so that nobody uses them unscaled
-  bool retain_graph = false;  // keep the closures for another backward
+  bool retain_graph = false;          // keep the closures for another backward
 };
 
 /// Differentiates `root`; adds to the gradient of every leaf that requires it. Returns whether `scale` was applied: it
@@ -84,7 +84,8 @@ using BackwardFn = std::function<void(Grads g, GradOut& out)>;
 
 /// Makes `y` the result of `op` on `inputs` when differentiation is on and an input (or `force`) asks for it.
 Tensor record(const OpInfo& op, Tensor y, std::initializer_list<TensorRef> inputs, BackwardFn fn);
-void record(const OpInfo& op, std::span<Tensor* const> outputs, std::span<const TensorRef> inputs, BackwardFn fn, bool force = false);
+void record(const OpInfo& op, std::span<Tensor* const> outputs, std::span<const TensorRef> inputs, BackwardFn fn,
+            bool force = false);
 /// Whether record() would record: ops may skip what only backward needs.
 bool needs_grad(std::initializer_list<TensorRef> inputs);
 
@@ -98,13 +99,14 @@ struct Edge {
 /// What a leaf has beyond a place in the graph.
 struct Leaf {
   bool requires_grad = true;
-  Tensor gradient;            // the buffer; it outlives zero_grad so that a steady step allocates nothing
+  Tensor gradient;  // the buffer; it outlives zero_grad so that a steady step allocates nothing
   bool has_gradient = false;
   const void* scale_owner = nullptr;
-  Tensor working;             // 16-bit copy of the parameter for Autocast ...
+  Tensor working;                // 16-bit copy of the parameter for Autocast ...
   std::uint64_t working_of = 0;  // ... made from this version
-  Tensor* capture = nullptr;  // recomputation: the finished gradient goes here
-  bool activation = false;    // recomputation: stands for the result of an op, which Autocast does not take for a parameter
+  Tensor* capture = nullptr;     // recomputation: the finished gradient goes here
+  bool activation =
+      false;  // recomputation: stands for the result of an op, which Autocast does not take for a parameter
   std::vector<std::function<void(const Tensor&)>> accumulated_hooks;
 };
 
@@ -131,8 +133,8 @@ struct Node {
   Cast cast = Cast::keep;  // the op's Autocast rule
   std::uint64_t sequence;  // inputs are older than outputs
   AutocastState autocast;
-  bool released = false;   // backward has dropped the closure
-  bool recomputes = false; // a checkpoint: which types its inside uses is known only in backward
+  bool released = false;    // backward has dropped the closure
+  bool recomputes = false;  // a checkpoint: which types its inside uses is known only in backward
   std::vector<Edge> inputs;
   std::vector<Output> outputs;
   BackwardFn fn;
@@ -154,8 +156,7 @@ class GradOut {
   void set(int input, Tensor g);
   /// Lets `write(buffer, accumulate)` produce the gradient in place: for a leaf straight in its f32 buffer, else in a
   /// fresh tensor with the input's layout and dtype. Does nothing when the gradient is not wanted.
-  template <class F>
-  void write(int input, F&& write_into) {
+  template <class F> void write(int input, F&& write_into) {
     if (!wanted(input)) return;
     Tensor buffer;
     const bool direct = begin_write(input, buffer);

@@ -34,14 +34,14 @@ inline Tensor square(const Tensor& x) { return unary(Square{}, x); }
 inline Tensor sin(const Tensor& x) { return unary(Sin{}, x); }
 inline Tensor cos(const Tensor& x) { return unary(Cos{}, x); }
 inline Tensor tanh(const Tensor& x) { return unary(Tanh{}, x); }
-inline Tensor sigmoid(const Tensor& x) { return unary(Sigmoid{}, x); }        // 1 / (1 + exp(-x))
+inline Tensor sigmoid(const Tensor& x) { return unary(Sigmoid{}, x); }  // 1 / (1 + exp(-x))
 inline Tensor erf(const Tensor& x) { return unary(Erf{}, x); }
-inline Tensor relu(const Tensor& x) { return unary(Relu{}, x); }              // max(x, 0); NaN stays NaN
+inline Tensor relu(const Tensor& x) { return unary(Relu{}, x); }  // max(x, 0); NaN stays NaN
 inline Tensor leaky_relu(const Tensor& x, double slope = 0.01) { return unary(LeakyRelu{slope}, x); }
-inline Tensor gelu(const Tensor& x) { return unary(Gelu{}, x); }              // x Phi(x)
-inline Tensor gelu_tanh(const Tensor& x) { return unary(GeluTanh{}, x); }     // GPT-2's approximation
-inline Tensor silu(const Tensor& x) { return unary(Silu{}, x); }              // x sigmoid(x)
-inline Tensor softplus(const Tensor& x) { return unary(Softplus{}, x); }      // log(1 + exp(x))
+inline Tensor gelu(const Tensor& x) { return unary(Gelu{}, x); }           // x Phi(x)
+inline Tensor gelu_tanh(const Tensor& x) { return unary(GeluTanh{}, x); }  // GPT-2's approximation
+inline Tensor silu(const Tensor& x) { return unary(Silu{}, x); }           // x sigmoid(x)
+inline Tensor softplus(const Tensor& x) { return unary(Softplus{}, x); }   // log(1 + exp(x))
 inline Tensor clamp(const Tensor& x, double low, double high) { return unary(Clamp{low, high}, x); }
 inline Tensor pow(const Tensor& x, double exponent) { return unary(PowScalar{exponent}, x); }
 
@@ -82,7 +82,8 @@ Tensor where(const Tensor& condition, const Tensor& a, const Tensor& b);
 /// No mask is stored: backward draws the same numbers again.
 Tensor dropout(const Tensor& x, double p, bool training = true);
 
-// ---- random; from the process-wide stream (manual_seed) ---------------------------------------------------------------
+// ---- random; from the process-wide stream (manual_seed)
+// ---------------------------------------------------------------
 
 Tensor rand(const Shape& shape, TensorOptions options = {});   // uniform [0, 1)
 Tensor randn(const Shape& shape, TensorOptions options = {});  // normal, mean 0, deviation 1
@@ -90,7 +91,8 @@ Tensor uniform(const Shape& shape, double low, double high, TensorOptions option
 Tensor normal(const Shape& shape, double mean, double deviation, TensorOptions options = {});
 Tensor bernoulli(const Shape& shape, double p, TensorOptions options = {});
 
-// ---- reductions; over all axes when none is named --------------------------------------------------------------------
+// ---- reductions; over all axes when none is named
+// --------------------------------------------------------------------
 
 Tensor sum(const Tensor& x, std::vector<int> axes = {}, bool keepdims = false);
 Tensor mean(const Tensor& x, std::vector<int> axes = {}, bool keepdims = false);
@@ -99,19 +101,23 @@ Tensor max(const Tensor& x, int axis, bool keepdims = false);  // the gradient g
 Tensor min(const Tensor& x, int axis, bool keepdims = false);
 Tensor argmax(const Tensor& x, int axis, bool keepdims = false);  // i64; not differentiable
 
-// ---- products ---------------------------------------------------------------------------------------------------------
+// ---- products
+// ---------------------------------------------------------------------------------------------------------
 
-/// a[..., m, k] b[..., k, n] -> [..., m, n]; leading axes broadcast; a vector is a row on the left, a column on the right.
+/// a[..., m, k] b[..., k, n] -> [..., m, n]; leading axes broadcast; a vector is a row on the left, a column on the
+/// right.
 Tensor matmul(const Tensor& a, const Tensor& b);
 /// activation(x w^T + b): x[..., in], w[out, in], b[out] or undefined -> [..., out].
 Tensor linear(const Tensor& x, const Tensor& w, const Tensor& b = {}, Activation activation = Activation::none);
 /// softmax(q k^T scale + mask) v; q[B,H,T,D], k and v [B,G,S,D] with G dividing H (grouped heads).
 /// causal: query i sees keys j <= i + S - T. scale: default 1/sqrt(D). Fused; the scores are never stored.
-Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal = false, std::optional<double> scale = {});
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal = false,
+                 std::optional<double> scale = {});
 /// The same on a packed projection qkv[B,T,3 H D] -> [B,T,H D], with its gradient written packed: no copies.
 Tensor attention_qkv(const Tensor& qkv, int heads, bool causal = true);
 
-// ---- normalisation and loss -------------------------------------------------------------------------------------------
+// ---- normalisation and loss
+// -------------------------------------------------------------------------------------------
 
 Tensor softmax(const Tensor& x, int axis = -1);
 Tensor log_softmax(const Tensor& x, int axis = -1);
@@ -123,25 +129,30 @@ struct Normed {
   Tensor y, sum;
 };
 /// sum = x + residual; y = layer_norm(sum): one kernel forward, one backward.
-Normed add_layer_norm(const Tensor& x, const Tensor& residual, const Tensor& w = {}, const Tensor& b = {}, double eps = 1e-5);
+Normed add_layer_norm(const Tensor& x, const Tensor& residual, const Tensor& w = {}, const Tensor& b = {},
+                      double eps = 1e-5);
 Normed add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& w = {}, double eps = 1e-6);
-/// Training: statistics of the batch [N,C,H,W], and running = (1 - momentum) running + momentum batch; else the running ones.
-Tensor batch_norm(const Tensor& x, const Tensor& w, const Tensor& b, const Tensor& running_mean, const Tensor& running_var,
-                  bool training, double momentum = 0.1, double eps = 1e-5);
+/// Training: statistics of the batch [N,C,H,W], and running = (1 - momentum) running + momentum batch; else the running
+/// ones.
+Tensor batch_norm(const Tensor& x, const Tensor& w, const Tensor& b, const Tensor& running_mean,
+                  const Tensor& running_var, bool training, double momentum = 0.1, double eps = 1e-5);
 
 /// Mean of -log softmax(x)[target] over the rows whose target is not ignore_index (0 when there are none); f32 scalar.
 /// x[..., classes], targets[...] i32 or i64. label_smoothing s: target distribution (1 - s) onehot + s / classes.
 Tensor cross_entropy(const Tensor& x, const Tensor& targets, CrossEntropyOptions options = {});
 Tensor mse_loss(const Tensor& x, const Tensor& target);  // mean((x - target)^2), f32 scalar
 
-// ---- images: logical [N,C,H,W], stored channels-last -------------------------------------------------------------------
+// ---- images: logical [N,C,H,W], stored channels-last
+// -------------------------------------------------------------------
 
-/// x[N,C,H,W], w[O,C/groups,KH,KW], b[O] or undefined -> [N,O,H',W'], H' = (H + 2 pad - dilation (KH-1) - 1) / stride + 1.
+/// x[N,C,H,W], w[O,C/groups,KH,KW], b[O] or undefined -> [N,O,H',W'], H' = (H + 2 pad - dilation (KH-1) - 1) / stride
+/// + 1.
 Tensor conv2d(const Tensor& x, const Tensor& w, const Tensor& b = {}, Conv2dOptions options = {});
 Tensor max_pool2d(const Tensor& x, Pool2dOptions options = {});
 Tensor avg_pool2d(const Tensor& x, Pool2dOptions options = {});
 
-// ---- indexing ----------------------------------------------------------------------------------------------------------
+// ---- indexing
+// ----------------------------------------------------------------------------------------------------------
 
 /// w[rows, d] and ids of any shape -> [..., d]; the gradient sums in f32, in a fixed order.
 Tensor embedding(const Tensor& ids, const Tensor& w);
@@ -150,7 +161,8 @@ Tensor gather(const Tensor& x, int axis, const Tensor& index);
 /// base with x[i...] added at [i... with i[axis] replaced by index[i...]].
 Tensor scatter_add(const Tensor& base, int axis, const Tensor& index, const Tensor& x);
 
-// ---- shapes: views where possible (members of Tensor) --------------------------------------------------------------------
+// ---- shapes: views where possible (members of Tensor)
+// --------------------------------------------------------------------
 
 Tensor concat(const std::vector<Tensor>& parts, int axis = 0);
 Tensor stack(const std::vector<Tensor>& parts, int axis = 0);

@@ -36,22 +36,25 @@ Tensor binary(const BinaryOp& variant, const Tensor& left, const Tensor& right) 
         a = a.to(dtype);
         b = b.to(dtype);
         const Shape shape = broadcast_shapes(op.name, a.shape(), b.shape());
-        Tensor y = a.shape() == shape ? empty_like(a) : b.shape() == shape ? empty_like(b) : empty(shape, {dtype, a.device()});
+        Tensor y = a.shape() == shape   ? empty_like(a)
+                   : b.shape() == shape ? empty_like(b)
+                                        : empty(shape, {dtype, a.device()});
         backend(y).binary(op, a, b, y);
         if (!needs_grad({a, b})) return y;
         const Saved sa = op.reads_operands ? save(a) : Saved{}, sb = op.reads_operands ? save(b) : Saved{};
-        return record({op.name, op.cast}, y, {a, b}, [op, sa, sb, shapes = std::pair(a.shape(), b.shape())](Grads g, GradOut& out) {
-          for (int i = 0; i < 2; ++i) {
-            if (!out.wanted(i)) continue;
-            Tensor gx = g[0];
-            // The gradient of an addition is the incoming one: no kernel.
-            if (!(std::is_same_v<decltype(op), Add> || (std::is_same_v<decltype(op), Sub> && i == 0))) {
-              gx = empty_like(g[0]);
-              backend(gx).binary_grad(op, i, g[0], sa.get(), sb.get(), gx);
-            }
-            sum_to(gx, i == 0 ? shapes.first : shapes.second, out, i);
-          }
-        });
+        return record({op.name, op.cast}, y, {a, b},
+                      [op, sa, sb, shapes = std::pair(a.shape(), b.shape())](Grads g, GradOut& out) {
+                        for (int i = 0; i < 2; ++i) {
+                          if (!out.wanted(i)) continue;
+                          Tensor gx = g[0];
+                          // The gradient of an addition is the incoming one: no kernel.
+                          if (!(std::is_same_v<decltype(op), Add> || (std::is_same_v<decltype(op), Sub> && i == 0))) {
+                            gx = empty_like(g[0]);
+                            backend(gx).binary_grad(op, i, g[0], sa.get(), sb.get(), gx);
+                          }
+                          sum_to(gx, i == 0 ? shapes.first : shapes.second, out, i);
+                        }
+                      });
       },
       variant);
 }
@@ -96,15 +99,16 @@ Tensor where(const Tensor& condition, const Tensor& left, const Tensor& right) {
   const Shape shape = broadcast_shapes("where", condition.shape(), broadcast_shapes("where", a.shape(), b.shape()));
   Tensor y = empty(shape, {dtype, a.device()});
   backend(y).where(condition, a, b, y);
-  return record({"where", Cast::widest}, y, {a, b}, [c = save(condition), sa = a.shape(), sb = b.shape()](Grads g, GradOut& out) {
-    const Tensor zero = zeros({}, {g[0].dtype(), g[0].device()});
-    for (int i = 0; i < 2; ++i) {
-      if (!out.wanted(i)) continue;
-      Tensor gx = empty_like(g[0]);
-      backend(gx).where(c.get(), i == 0 ? g[0] : zero, i == 0 ? zero : g[0], gx);
-      sum_to(gx, i == 0 ? sa : sb, out, i);
-    }
-  });
+  return record({"where", Cast::widest}, y, {a, b},
+                [c = save(condition), sa = a.shape(), sb = b.shape()](Grads g, GradOut& out) {
+                  const Tensor zero = zeros({}, {g[0].dtype(), g[0].device()});
+                  for (int i = 0; i < 2; ++i) {
+                    if (!out.wanted(i)) continue;
+                    Tensor gx = empty_like(g[0]);
+                    backend(gx).where(c.get(), i == 0 ? g[0] : zero, i == 0 ? zero : g[0], gx);
+                    sum_to(gx, i == 0 ? sa : sb, out, i);
+                  }
+                });
 }
 
 Tensor cast(const Tensor& x, DType dtype) {
@@ -144,9 +148,8 @@ Tensor dropout(const Tensor& x, double p, bool training) {
   if (!training || p == 0) return x;
   const PhiloxState state = reserve_random(x.numel());
   const Strides layout = x.is_dense() ? x.strides() : contiguous_strides(x.shape());
-  return record({"dropout", Cast::keep}, dropped(x, layout, p, state), {x}, [p, state, layout](Grads g, GradOut& out) {
-    out.set(0, dropped(g[0], layout, p, state));
-  });
+  return record({"dropout", Cast::keep}, dropped(x, layout, p, state), {x},
+                [p, state, layout](Grads g, GradOut& out) { out.set(0, dropped(g[0], layout, p, state)); });
 }
 
 namespace {

@@ -12,11 +12,14 @@ Tensor empty_channels_last(const Shape& shape, const Tensor& like) {
   return empty(shape, {like.dtype(), like.device()}).view(shape, channels_last_strides(shape), 0);
 }
 
-std::int64_t output_size(const char* op, const Tensor& x, std::int64_t in, std::int64_t kernel, std::int64_t stride, std::int64_t padding, std::int64_t dilation) {
-  MT_CHECK(ConfigError, kernel > 0 && stride > 0 && padding >= 0 && dilation > 0, op, ": kernel, stride and dilation must be positive and padding not negative; got ",
-           kernel, ", ", stride, ", ", dilation, ", ", padding);
+std::int64_t output_size(const char* op, const Tensor& x, std::int64_t in, std::int64_t kernel, std::int64_t stride,
+                         std::int64_t padding, std::int64_t dilation) {
+  MT_CHECK(ConfigError, kernel > 0 && stride > 0 && padding >= 0 && dilation > 0, op,
+           ": kernel, stride and dilation must be positive and padding not negative; got ", kernel, ", ", stride, ", ",
+           dilation, ", ", padding);
   const std::int64_t reach = dilation * (kernel - 1) + 1;
-  MT_CHECK(ShapeError, in + 2 * padding >= reach, op, ": a window of ", reach, " does not fit ", x, " with padding ", padding);
+  MT_CHECK(ShapeError, in + 2 * padding >= reach, op, ": a window of ", reach, " does not fit ", x, " with padding ",
+           padding);
   return (in + 2 * padding - reach) / stride + 1;
 }
 
@@ -24,18 +27,21 @@ Tensor pool(const OpInfo& op, Pooling kind, const Tensor& x, const Pool2dOptions
   const OpScope scope(op.name);
   check_float(op.name, x);
   MT_CHECK(ShapeError, x.rank() == 4, op.name, ": expected [N,C,H,W], got ", x);
-  MT_CHECK(ConfigError, 2 * o.padding[0] <= o.kernel[0] && 2 * o.padding[1] <= o.kernel[1], op.name, ": padding must be at most half of the kernel");
+  MT_CHECK(ConfigError, 2 * o.padding[0] <= o.kernel[0] && 2 * o.padding[1] <= o.kernel[1], op.name,
+           ": padding must be at most half of the kernel");
   const Shape shape{x.size(0), x.size(1), output_size(op.name, x, x.size(2), o.kernel[0], o.stride[0], o.padding[0], 1),
                     output_size(op.name, x, x.size(3), o.kernel[1], o.stride[1], o.padding[1], 1)};
   const Tensor data = channels_last_data(x);
   Tensor y = empty_channels_last(shape, x);
   backend(x).pool2d(kind, data, o, y);
   const bool reads = kind == Pooling::max;
-  return record(op, y, {x}, [kind, o, x = save(reads ? data : Tensor{}), y = save(reads ? y : Tensor{}), shape = x.shape()](Grads g, GradOut& out) {
-    Tensor gx = empty_channels_last(shape, g[0]);
-    backend(gx).pool2d_grad(kind, channels_last_data(g[0]), x.get(), y.get(), o, gx);
-    out.set(0, gx);
-  });
+  return record(op, y, {x},
+                [kind, o, x = save(reads ? data : Tensor{}), y = save(reads ? y : Tensor{}), shape = x.shape()](
+                    Grads g, GradOut& out) {
+                  Tensor gx = empty_channels_last(shape, g[0]);
+                  backend(gx).pool2d_grad(kind, channels_last_data(g[0]), x.get(), y.get(), o, gx);
+                  out.set(0, gx);
+                });
 }
 }  // namespace
 
@@ -56,13 +62,17 @@ Tensor conv2d(const Tensor& input, const Tensor& weight, const Tensor& bias, Con
   check_float("conv2d", input);
   check_float("conv2d", weight);
   check_same_device("conv2d", input, weight);
-  MT_CHECK(ShapeError, input.rank() == 4 && weight.rank() == 4, "conv2d: expected x[N,C,H,W] and w[O,C/groups,KH,KW], got x ", input, ", w ", weight);
-  MT_CHECK(ConfigError, o.groups > 0 && input.size(1) % o.groups == 0 && weight.size(0) % o.groups == 0, "conv2d: ", o.groups,
-           " groups do not divide the channels of x ", input, ", w ", weight);
-  MT_CHECK(ShapeError, input.size(1) == weight.size(1) * o.groups, "conv2d: channels differ: x is ", input, ", w is ", weight, ", groups ", o.groups);
+  MT_CHECK(ShapeError, input.rank() == 4 && weight.rank() == 4,
+           "conv2d: expected x[N,C,H,W] and w[O,C/groups,KH,KW], got x ", input, ", w ", weight);
+  MT_CHECK(ConfigError, o.groups > 0 && input.size(1) % o.groups == 0 && weight.size(0) % o.groups == 0,
+           "conv2d: ", o.groups, " groups do not divide the channels of x ", input, ", w ", weight);
+  MT_CHECK(ShapeError, input.size(1) == weight.size(1) * o.groups, "conv2d: channels differ: x is ", input, ", w is ",
+           weight, ", groups ", o.groups);
   const Tensor x = autocast(kConv2d.cast, input), w = autocast(kConv2d.cast, weight);
-  MT_CHECK(DTypeError, x.dtype() == w.dtype(), "conv2d: dtypes differ: x is ", x, ", w is ", w, "; use Autocast or .to(dtype)");
-  const Shape shape{x.size(0), w.size(0), output_size("conv2d", x, x.size(2), w.size(2), o.stride[0], o.padding[0], o.dilation[0]),
+  MT_CHECK(DTypeError, x.dtype() == w.dtype(), "conv2d: dtypes differ: x is ", x, ", w is ", w,
+           "; use Autocast or .to(dtype)");
+  const Shape shape{x.size(0), w.size(0),
+                    output_size("conv2d", x, x.size(2), w.size(2), o.stride[0], o.padding[0], o.dilation[0]),
                     output_size("conv2d", x, x.size(3), w.size(3), o.stride[1], o.padding[1], o.dilation[1])};
   const Tensor xd = channels_last_data(x), wd = channels_last_data(w);
   Tensor y = empty_channels_last(shape, x);

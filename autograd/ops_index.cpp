@@ -7,7 +7,8 @@
 
 namespace mantissa {
 namespace {
-constexpr OpInfo kEmbedding{"embedding", Cast::low}, kGather{"gather", Cast::keep}, kScatterAdd{"scatter_add", Cast::keep};
+constexpr OpInfo kEmbedding{"embedding", Cast::low}, kGather{"gather", Cast::keep},
+    kScatterAdd{"scatter_add", Cast::keep};
 constexpr OpInfo kTable[] = {kEmbedding, kGather, kScatterAdd};
 std::atomic<bool> check_on_gpu{false};
 
@@ -16,7 +17,8 @@ void check_gather(const char* op, const Tensor& base, int axis, const Tensor& in
   check_same_device(op, base, index);
   MT_CHECK(ShapeError, index.rank() == base.rank(), op, ": index must have the rank of ", base, ", got ", index);
   for (int i = 0; i < base.rank(); ++i)
-    MT_CHECK(ShapeError, i == axis || index.shape()[i] <= base.shape()[i], op, ": index ", index, " is larger than ", base, " on axis ", i);
+    MT_CHECK(ShapeError, i == axis || index.shape()[i] <= base.shape()[i], op, ": index ", index, " is larger than ",
+             base, " on axis ", i);
   check_index_range(op, index, 0, base.shape()[axis], 0);
 }
 }  // namespace
@@ -27,7 +29,8 @@ void set_check_indices(bool value) { check_on_gpu = value; }
 
 void check_index_range(const char* op, const Tensor& index, std::int64_t low, std::int64_t high, std::int64_t ignored) {
   if (!index.device().is_cpu() && !check_on_gpu) return;
-  MT_CHECK(IndexError, backend(index).indices_in_range(index, low, high, ignored), op, ": an index of ", index, " lies outside [", low, ", ", high, ")");
+  MT_CHECK(IndexError, backend(index).indices_in_range(index, low, high, ignored), op, ": an index of ", index,
+           " lies outside [", low, ", ", high, ")");
 }
 
 Tensor embedding(const Tensor& ids, const Tensor& weight) {
@@ -42,18 +45,19 @@ Tensor embedding(const Tensor& ids, const Tensor& weight) {
   shape.push_back(w.size(1));
   Tensor y = empty(shape, {w.dtype(), w.device()});
   backend(w).embedding(index, wd, y);
-  return record(kEmbedding, y, {w}, [index = save(index), shape = w.shape(), dtype = compute_dtype(w.dtype())](Grads g, GradOut& out) {
-    const Tensor rows = contiguous_data(g[0]);
-    out.write(0, [&](Tensor& gw, bool accumulate) {
-      if (gw.dtype() == dtype && gw.is_contiguous()) {
-        backend(rows).embedding_grad(rows, index.get(), accumulate, gw);
-        return;
-      }
-      Tensor sums = empty(shape, {dtype, rows.device()});  // summed in f32, rounded once
-      backend(rows).embedding_grad(rows, index.get(), false, sums);
-      backend(rows).copy(sums, gw);
-    });
-  });
+  return record(kEmbedding, y, {w},
+                [index = save(index), shape = w.shape(), dtype = compute_dtype(w.dtype())](Grads g, GradOut& out) {
+                  const Tensor rows = contiguous_data(g[0]);
+                  out.write(0, [&](Tensor& gw, bool accumulate) {
+                    if (gw.dtype() == dtype && gw.is_contiguous()) {
+                      backend(rows).embedding_grad(rows, index.get(), accumulate, gw);
+                      return;
+                    }
+                    Tensor sums = empty(shape, {dtype, rows.device()});  // summed in f32, rounded once
+                    backend(rows).embedding_grad(rows, index.get(), false, sums);
+                    backend(rows).copy(sums, gw);
+                  });
+                });
 }
 
 Tensor gather(const Tensor& x, int axis, const Tensor& index) {

@@ -91,9 +91,10 @@ Tensor matmul(const Tensor& left, const Tensor& right) {
   check_float("matmul", left);
   check_float("matmul", right);
   check_same_device("matmul", left, right);
-  MT_CHECK(ShapeError, left.rank() > 0 && right.rank() > 0, "matmul: scalars have no product; a is ", left, ", b is ", right);
-  MT_CHECK(ShapeError, left.size(-1) == right.size(right.rank() == 1 ? 0 : -2), "matmul: inner dimensions differ: a is ", left,
-           ", b is ", right);
+  MT_CHECK(ShapeError, left.rank() > 0 && right.rank() > 0, "matmul: scalars have no product; a is ", left, ", b is ",
+           right);
+  MT_CHECK(ShapeError, left.size(-1) == right.size(right.rank() == 1 ? 0 : -2),
+           "matmul: inner dimensions differ: a is ", left, ", b is ", right);
   Tensor a = autocast(kMatmul.cast, left), b = autocast(kMatmul.cast, right);
   const DType dtype = widest(a.dtype(), b.dtype());
   a = a.to(dtype);
@@ -120,8 +121,8 @@ Tensor linear(const Tensor& input, const Tensor& weight, const Tensor& bias, Act
     MT_CHECK(ShapeError, bias.rank() == 1 && bias.size(0) == weight.size(0), "linear: b is ", bias, ", w is ", weight);
   }
   const Tensor x = autocast(kLinear.cast, input), w = autocast(kLinear.cast, weight), b = autocast(kLinear.cast, bias);
-  MT_CHECK(DTypeError, x.dtype() == w.dtype() && (!b.defined() || b.dtype() == w.dtype()), "linear: dtypes differ: x is ", x,
-           ", w is ", w, ", b is ", b, "; use Autocast or .to(dtype)");
+  MT_CHECK(DTypeError, x.dtype() == w.dtype() && (!b.defined() || b.dtype() == w.dtype()),
+           "linear: dtypes differ: x is ", x, ", w is ", w, ", b is ", b, "; use Autocast or .to(dtype)");
   std::int64_t rows = 1;
   for (int i = 0; i + 1 < x.rank(); ++i) rows *= x.shape()[i];
   const std::int64_t in = w.size(1), features = w.size(0);
@@ -138,39 +139,45 @@ Tensor linear(const Tensor& input, const Tensor& weight, const Tensor& bias, Act
   }
   multiply(x2, transposed(w), options, y2);
   const Saved kept = activation == Activation::relu ? save(y2) : save(pre);
-  y = record(kLinear, y, {x, w, b}, [x = save(x2), w = save(w), kept, activation, rows, features](Grads grads, GradOut& out) {
-    Tensor g = contiguous_data(grads[0]);
-    g = g.view({rows, features}, {features, 1}, g.offset());
-    if (activation != Activation::none && !out.take_differentiated()) {
-      Tensor inner = empty_like(g);
-      backend(g).unary_grad(activation == Activation::relu ? UnaryOp(Relu{}) : UnaryOp(GeluTanh{}), g, kept.get(), inner);
-      g = inner;
-    }
-    const auto by_rows = [&](const Tensor& t) { return t.view({rows, w.get().size(1)}, {w.get().size(1), 1}, t.offset()); };
-    out.write(0, [&](Tensor& gx, bool accumulate) {
-      if (gx.is_contiguous()) {
-        Tensor flat = by_rows(gx);
-        const Node::Activated* inner = out.take_activation(0);  // x = activation(z): write the gradient of z
-        if (inner == nullptr) return multiply_into(g, w.get(), accumulate, flat);
-        const Tensor kept_inner = by_rows(inner->kept.get());
-        return multiply(g, w.get(), {.grad_activation = inner->kind, .grad_input = &kept_inner}, flat);
-      }
-      const Tensor product = empty(gx.shape(), {gx.dtype(), gx.device()});
-      Tensor flat = by_rows(product);
-      multiply(g, w.get(), {}, flat);
-      accumulate ? backend(gx).accumulate(product, gx) : backend(gx).copy(product, gx);
-    });
-    out.write(1, [&](Tensor& gw, bool accumulate) { multiply_into(transposed(g), x.get(), accumulate, gw); });
-    out.write(2, [&](Tensor& gb, bool accumulate) {
-      Tensor row = gb.view({1, features}, {features, 1}, gb.offset());
-      backend(g).reduce(ReduceOp::sum, g, accumulate, row);
-    });
-  });
-  if (pre.defined() && y.requires_grad()) y.node()->activated = std::make_unique<Node::Activated>(activation, save(pre));
+  y = record(
+      kLinear, y, {x, w, b}, [x = save(x2), w = save(w), kept, activation, rows, features](Grads grads, GradOut& out) {
+        Tensor g = contiguous_data(grads[0]);
+        g = g.view({rows, features}, {features, 1}, g.offset());
+        if (activation != Activation::none && !out.take_differentiated()) {
+          Tensor inner = empty_like(g);
+          backend(g).unary_grad(activation == Activation::relu ? UnaryOp(Relu{}) : UnaryOp(GeluTanh{}), g, kept.get(),
+                                inner);
+          g = inner;
+        }
+        const auto by_rows = [&](const Tensor& t) {
+          return t.view({rows, w.get().size(1)}, {w.get().size(1), 1}, t.offset());
+        };
+        out.write(0, [&](Tensor& gx, bool accumulate) {
+          if (gx.is_contiguous()) {
+            Tensor flat = by_rows(gx);
+            const Node::Activated* inner = out.take_activation(0);  // x = activation(z): write the gradient of z
+            if (inner == nullptr) return multiply_into(g, w.get(), accumulate, flat);
+            const Tensor kept_inner = by_rows(inner->kept.get());
+            return multiply(g, w.get(), {.grad_activation = inner->kind, .grad_input = &kept_inner}, flat);
+          }
+          const Tensor product = empty(gx.shape(), {gx.dtype(), gx.device()});
+          Tensor flat = by_rows(product);
+          multiply(g, w.get(), {}, flat);
+          accumulate ? backend(gx).accumulate(product, gx) : backend(gx).copy(product, gx);
+        });
+        out.write(1, [&](Tensor& gw, bool accumulate) { multiply_into(transposed(g), x.get(), accumulate, gw); });
+        out.write(2, [&](Tensor& gb, bool accumulate) {
+          Tensor row = gb.view({1, features}, {features, 1}, gb.offset());
+          backend(g).reduce(ReduceOp::sum, g, accumulate, row);
+        });
+      });
+  if (pre.defined() && y.requires_grad())
+    y.node()->activated = std::make_unique<Node::Activated>(activation, save(pre));
   return y;
 }
 
-// ---- attention ----------------------------------------------------------------------------------------------------------
+// ---- attention
+// ----------------------------------------------------------------------------------------------------------
 
 namespace {
 
@@ -178,35 +185,47 @@ Tensor heads_operand(const Tensor& x) { return x.stride(-1) == 1 || x.size(-1) =
 
 /// [B,H,T,D] stored as [B,T,H,D], so that merging the heads is a view.
 Tensor empty_heads(const Shape& s, const Tensor& like) {
-  return empty({s[0], s[2], s[1], s[3]}, {like.dtype(), like.device()}).view(s, {s[1] * s[2] * s[3], s[3], s[1] * s[3], 1}, 0);
+  return empty({s[0], s[2], s[1], s[3]}, {like.dtype(), like.device()})
+      .view(s, {s[1] * s[2] * s[3], s[3], s[1] * s[3], 1}, 0);
 }
 
 }  // namespace
 
-Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, bool causal, std::optional<double> scale) {
+Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, bool causal,
+                 std::optional<double> scale) {
   const OpScope scope("attention");
   for (const Tensor* x : {&query, &key, &value}) {
     check_float("attention", *x);
     check_same_device("attention", query, *x);
     MT_CHECK(ShapeError, x->rank() == 4, "attention: expected [batch, heads, length, head size], got ", *x);
   }
-  const Tensor q = autocast(kAttention.cast, query), k = autocast(kAttention.cast, key), v = autocast(kAttention.cast, value);
-  MT_CHECK(DTypeError, q.dtype() == k.dtype() && k.dtype() == v.dtype(), "attention: dtypes differ: q is ", q, ", k is ", k, ", v is ", v);
-  MT_CHECK(ShapeError, k.shape() == v.shape() && q.size(0) == k.size(0) && q.size(3) == k.size(3) && k.size(1) > 0 && q.size(1) % k.size(1) == 0,
-           "attention: shapes do not fit: q is ", q, ", k is ", k, ", v is ", v, "; k and v must be equal, and their heads divide q's");
-  MT_CHECK(ShapeError, !causal || k.size(2) >= q.size(2), "attention: causal needs at least as many keys as queries: q is ", q, ", k is ", k);
+  const Tensor q = autocast(kAttention.cast, query), k = autocast(kAttention.cast, key),
+               v = autocast(kAttention.cast, value);
+  MT_CHECK(DTypeError, q.dtype() == k.dtype() && k.dtype() == v.dtype(), "attention: dtypes differ: q is ", q,
+           ", k is ", k, ", v is ", v);
+  MT_CHECK(ShapeError,
+           k.shape() == v.shape() && q.size(0) == k.size(0) && q.size(3) == k.size(3) && k.size(1) > 0 &&
+               q.size(1) % k.size(1) == 0,
+           "attention: shapes do not fit: q is ", q, ", k is ", k, ", v is ", v,
+           "; k and v must be equal, and their heads divide q's");
+  MT_CHECK(ShapeError, !causal || k.size(2) >= q.size(2),
+           "attention: causal needs at least as many keys as queries: q is ", q, ", k is ", k);
   const AttentionOptions options{causal, scale.value_or(1 / std::sqrt(static_cast<double>(q.size(3))))};
   const Tensor qd = heads_operand(q), kd = heads_operand(k), vd = heads_operand(v);
-  Tensor y = empty_heads(q.shape(), q), lse = empty({q.size(0), q.size(1), q.size(2)}, {compute_dtype(q.dtype()), q.device()});
+  Tensor y = empty_heads(q.shape(), q),
+         lse = empty({q.size(0), q.size(1), q.size(2)}, {compute_dtype(q.dtype()), q.device()});
   backend(q).attention(qd, kd, vd, options, y, lse);
-  return record(kAttention, y, {q, k, v}, [q = save(qd), k = save(kd), v = save(vd), y = save(y), lse = save(lse), options](Grads grads, GradOut& out) {
-    const Tensor g = heads_operand(grads[0]);
-    Tensor gq = empty_heads(q.get().shape(), g), gk = empty_heads(k.get().shape(), g), gv = empty_heads(v.get().shape(), g);
-    backend(g).attention_grad(g, q.get(), k.get(), v.get(), y.get(), lse.get(), options, gq, gk, gv);
-    out.set(0, gq);
-    out.set(1, gk);
-    out.set(2, gv);
-  });
+  return record(
+      kAttention, y, {q, k, v},
+      [q = save(qd), k = save(kd), v = save(vd), y = save(y), lse = save(lse), options](Grads grads, GradOut& out) {
+        const Tensor g = heads_operand(grads[0]);
+        Tensor gq = empty_heads(q.get().shape(), g), gk = empty_heads(k.get().shape(), g),
+               gv = empty_heads(v.get().shape(), g);
+        backend(g).attention_grad(g, q.get(), k.get(), v.get(), y.get(), lse.get(), options, gq, gk, gv);
+        out.set(0, gq);
+        out.set(1, gk);
+        out.set(2, gv);
+      });
 }
 
 Tensor attention_qkv(const Tensor& packed, int heads, bool causal) {
@@ -225,13 +244,14 @@ Tensor attention_qkv(const Tensor& packed, int heads, bool causal) {
   const auto by_heads = [=](const Tensor& x) { return x.view(shape, {length * width, head, width, 1}, x.offset()); };
   Tensor y = by_heads(merged), lse = empty({batch, heads, length}, {compute_dtype(qkv.dtype()), qkv.device()});
   backend(qkv).attention(part(data, 0), part(data, 1), part(data, 2), options, y, lse);
-  return record(kAttentionQkv, merged, {qkv}, [=, x = save(data), kept = save(merged), lse = save(lse)](Grads grads, GradOut& out) {
-    const Tensor g = contiguous_data(grads[0]), gx = empty_like(x.get());
-    Tensor gq = part(gx, 0), gk = part(gx, 1), gv = part(gx, 2);
-    backend(g).attention_grad(by_heads(g), part(x.get(), 0), part(x.get(), 1), part(x.get(), 2), by_heads(kept.get()), lse.get(),
-                              options, gq, gk, gv);
-    out.set(0, gx);
-  });
+  return record(kAttentionQkv, merged, {qkv},
+                [=, x = save(data), kept = save(merged), lse = save(lse)](Grads grads, GradOut& out) {
+                  const Tensor g = contiguous_data(grads[0]), gx = empty_like(x.get());
+                  Tensor gq = part(gx, 0), gk = part(gx, 1), gv = part(gx, 2);
+                  backend(g).attention_grad(by_heads(g), part(x.get(), 0), part(x.get(), 1), part(x.get(), 2),
+                                            by_heads(kept.get()), lse.get(), options, gq, gk, gv);
+                  out.set(0, gx);
+                });
 }
 
 }  // namespace mantissa

@@ -7,9 +7,9 @@
 namespace mantissa {
 namespace {
 
-constexpr OpInfo kSoftmax{"softmax", Cast::full}, kLogSoftmax{"log_softmax", Cast::full}, kLayerNorm{"layer_norm", Cast::keep},
-    kRmsNorm{"rms_norm", Cast::keep}, kAddLayerNorm{"add_layer_norm", Cast::keep}, kAddRmsNorm{"add_rms_norm", Cast::keep},
-    kBatchNorm{"batch_norm", Cast::keep};
+constexpr OpInfo kSoftmax{"softmax", Cast::full}, kLogSoftmax{"log_softmax", Cast::full},
+    kLayerNorm{"layer_norm", Cast::keep}, kRmsNorm{"rms_norm", Cast::keep}, kAddLayerNorm{"add_layer_norm", Cast::keep},
+    kAddRmsNorm{"add_rms_norm", Cast::keep}, kBatchNorm{"batch_norm", Cast::keep};
 constexpr OpInfo kTable[] = {kSoftmax, kLogSoftmax, kLayerNorm, kRmsNorm, kAddLayerNorm, kAddRmsNorm, kBatchNorm};
 
 Tensor softmax_last(const OpInfo& op, const Tensor& input, bool log) {
@@ -37,11 +37,13 @@ Tensor norm_parameter(const OpInfo& op, const char* what, const Tensor& p, const
   if (!p.defined()) return p;
   check_float(op.name, p);
   check_same_device(op.name, x, p);
-  MT_CHECK(ShapeError, p.rank() == 1 && p.size(0) == size, op.name, ": ", what, " is ", p, ", expected [", size, "] for x ", x);
+  MT_CHECK(ShapeError, p.rank() == 1 && p.size(0) == size, op.name, ": ", what, " is ", p, ", expected [", size,
+           "] for x ", x);
   return p.to(compute_dtype(x.dtype()));
 }
 
-Normed norm(const OpInfo& op, NormKind kind, const Tensor& x, const Tensor& residual, const Tensor& weight, const Tensor& bias, double eps) {
+Normed norm(const OpInfo& op, NormKind kind, const Tensor& x, const Tensor& residual, const Tensor& weight,
+            const Tensor& bias, double eps) {
   const OpScope scope(op.name);
   check_float(op.name, x);
   MT_CHECK(ShapeError, x.rank() > 0, op.name, ": expected at least one axis, got ", x);
@@ -64,7 +66,8 @@ Normed norm(const OpInfo& op, NormKind kind, const Tensor& x, const Tensor& resi
   Tensor* outputs[] = {&y, &sum};
   const TensorRef inputs[] = {x, r, w, b};
   record(op, std::span(outputs, adds ? 2 : 1), inputs,
-         [kind, adds, x = save(adds ? sum : xd), w = save(plain(w)), mean = save(mean), rstd = save(rstd)](Grads grads, GradOut& out) {
+         [kind, adds, x = save(adds ? sum : xd), w = save(plain(w)), mean = save(mean), rstd = save(rstd)](
+             Grads grads, GradOut& out) {
            const Tensor g_sum = adds && grads[1].defined() ? contiguous_data(grads[1]) : Tensor{};
            if (!grads[0].defined()) {  // only the sum was used
              out.set(0, g_sum);
@@ -104,7 +107,9 @@ Tensor log_softmax(const Tensor& x, int axis) { return softmax_along(kLogSoftmax
 Tensor layer_norm(const Tensor& x, const Tensor& w, const Tensor& b, double eps) {
   return norm(kLayerNorm, NormKind::layer, x, {}, w, b, eps).y;
 }
-Tensor rms_norm(const Tensor& x, const Tensor& w, double eps) { return norm(kRmsNorm, NormKind::rms, x, {}, w, {}, eps).y; }
+Tensor rms_norm(const Tensor& x, const Tensor& w, double eps) {
+  return norm(kRmsNorm, NormKind::rms, x, {}, w, {}, eps).y;
+}
 
 Normed add_layer_norm(const Tensor& x, const Tensor& residual, const Tensor& w, const Tensor& b, double eps) {
   check_defined(kAddLayerNorm.name, residual);
@@ -115,21 +120,23 @@ Normed add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& w, do
   return norm(kAddRmsNorm, NormKind::rms, x, residual, w, {}, eps);
 }
 
-Tensor batch_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& running_mean, const Tensor& running_var,
-                  bool training, double momentum, double eps) {
+Tensor batch_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& running_mean,
+                  const Tensor& running_var, bool training, double momentum, double eps) {
   const OpScope scope("batch_norm");
   check_float("batch_norm", x);
   MT_CHECK(ShapeError, x.rank() == 4, "batch_norm: expected [N,C,H,W], got ", x);
   const std::int64_t channels = x.size(1);
   const DType statistics = compute_dtype(x.dtype());
-  const Tensor w = norm_parameter(kBatchNorm, "w", weight, x, channels), b = norm_parameter(kBatchNorm, "b", bias, x, channels);
+  const Tensor w = norm_parameter(kBatchNorm, "w", weight, x, channels),
+               b = norm_parameter(kBatchNorm, "b", bias, x, channels);
   MT_CHECK(ShapeError, !training || x.numel() / std::max<std::int64_t>(channels, 1) > 1,
            "batch_norm: training needs more than one value per channel, got ", x);
   for (const Tensor* running : {&running_mean, &running_var}) {
     check_same_device("batch_norm", x, *running);
-    MT_CHECK(DTypeError, running->dtype() == statistics, "batch_norm: running statistics must be ", statistics, ", got ", *running);
-    MT_CHECK(ShapeError, running->rank() == 1 && running->size(0) == channels && running->is_contiguous(), "batch_norm: running statistics are ",
-             *running, ", expected [", channels, "]");
+    MT_CHECK(DTypeError, running->dtype() == statistics, "batch_norm: running statistics must be ", statistics,
+             ", got ", *running);
+    MT_CHECK(ShapeError, running->rank() == 1 && running->size(0) == channels && running->is_contiguous(),
+             "batch_norm: running statistics are ", *running, ", expected [", channels, "]");
   }
   MT_CHECK(AutogradError, w.defined() && b.defined(), "batch_norm: w and b must be given");
   Tensor mean = empty({channels}, {statistics, x.device()}), rstd = empty_like(mean);
@@ -145,13 +152,15 @@ Tensor batch_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, con
     running_mean.bump_version();
     running_var.bump_version();
   }
-  return record(kBatchNorm, y, {x, w, b}, [x = save(data), w = save(wd), mean = save(mean), rstd = save(rstd), training](Grads g, GradOut& out) {
-    Tensor gx = empty_like(x.get()), gw = empty_like(w.get()), gb = empty_like(w.get());
-    backend(gx).batch_norm_grad(channels_last_data(g[0]), x.get(), w.get(), mean.get(), rstd.get(), training, gx, gw, gb);
-    out.set(0, gx);
-    out.set(1, gw);
-    out.set(2, gb);
-  });
+  return record(kBatchNorm, y, {x, w, b},
+                [x = save(data), w = save(wd), mean = save(mean), rstd = save(rstd), training](Grads g, GradOut& out) {
+                  Tensor gx = empty_like(x.get()), gw = empty_like(w.get()), gb = empty_like(w.get());
+                  backend(gx).batch_norm_grad(channels_last_data(g[0]), x.get(), w.get(), mean.get(), rstd.get(),
+                                              training, gx, gw, gb);
+                  out.set(0, gx);
+                  out.set(1, gw);
+                  out.set(2, gb);
+                });
 }
 
 }  // namespace mantissa

@@ -23,7 +23,8 @@ Shape reduced_shape(const char* op, const Tensor& x, const std::vector<int>& axe
 Tensor drop_axes(const char* op, const Tensor& y, const std::vector<int>& axes) {
   Shape shape;
   for (int i = 0; i < y.rank(); ++i) {
-    const bool reduced = axes.empty() || std::ranges::any_of(axes, [&](int a) { return normalize_axis(op, a, y.rank()) == i; });
+    const bool reduced =
+        axes.empty() || std::ranges::any_of(axes, [&](int a) { return normalize_axis(op, a, y.rank()) == i; });
     if (!reduced) shape.push_back(y.shape()[i]);
   }
   return y.reshape(shape);
@@ -60,8 +61,12 @@ Tensor extremum(const OpInfo& op, const Tensor& x, int axis, bool keepdims) {
 
 std::span<const OpInfo> reduce_ops() { return kTable; }
 
-Tensor sum(const Tensor& x, std::vector<int> axes, bool keepdims) { return reduce(kSum, ReduceOp::sum, x, axes, keepdims); }
-Tensor mean(const Tensor& x, std::vector<int> axes, bool keepdims) { return reduce(kMean, ReduceOp::mean, x, axes, keepdims); }
+Tensor sum(const Tensor& x, std::vector<int> axes, bool keepdims) {
+  return reduce(kSum, ReduceOp::sum, x, axes, keepdims);
+}
+Tensor mean(const Tensor& x, std::vector<int> axes, bool keepdims) {
+  return reduce(kMean, ReduceOp::mean, x, axes, keepdims);
+}
 
 Tensor var(const Tensor& input, std::vector<int> axes, bool keepdims, int correction) {
   const OpScope scope("var");

@@ -8,8 +8,7 @@ namespace mantissa {
 namespace {
 
 /// A view of x whose gradient is `back` applied to the incoming one.
-template <class F>
-Tensor view_op(const char* name, const Tensor& x, Tensor y, F back) {
+template <class F> Tensor view_op(const char* name, const Tensor& x, Tensor y, F back) {
   return record({name, Cast::keep}, std::move(y), {x}, [back](Grads g, GradOut& out) { out.set(0, back(g[0])); });
 }
 
@@ -22,7 +21,8 @@ Tensor window_op(const char* name, const Tensor& x, const Shape& shape, const St
   Strides window = shape;
   std::int64_t begin = offset - x.offset();
   std::int64_t row_major_begin = 0;
-  for (int i = 0; i < x.rank(); ++i) window[i] = x.strides()[i] != 0 ? strides[i] / x.strides()[i] * plain[i] : plain[i];
+  for (int i = 0; i < x.rank(); ++i)
+    window[i] = x.strides()[i] != 0 ? strides[i] / x.strides()[i] * plain[i] : plain[i];
   // offset - x.offset() is a sum of index * stride; recover the indices from the largest stride down.
   std::vector<int> axes(static_cast<std::size_t>(x.rank()));
   for (int i = 0; i < x.rank(); ++i) axes[static_cast<std::size_t>(i)] = i;
@@ -71,7 +71,8 @@ Tensor Tensor::reshape(const Shape& requested) const {
   std::int64_t known = 1;
   int inferred = -1;
   for (int i = 0; i < shape.rank(); ++i) {
-    MT_CHECK(ShapeError, shape[i] >= -1 && !(shape[i] == -1 && inferred >= 0), "reshape: at most one size may be -1 and none less, got ", requested);
+    MT_CHECK(ShapeError, shape[i] >= -1 && !(shape[i] == -1 && inferred >= 0),
+             "reshape: at most one size may be -1 and none less, got ", requested);
     if (shape[i] == -1) {
       inferred = i;
     } else {
@@ -82,7 +83,8 @@ Tensor Tensor::reshape(const Shape& requested) const {
     MT_CHECK(ShapeError, known > 0 && numel_ % known == 0, "reshape: ", *this, " does not fit ", requested);
     shape[inferred] = numel_ / known;
   }
-  MT_CHECK(ShapeError, mantissa::numel(shape) == numel_, "reshape: ", *this, " has ", numel_, " elements, ", shape, " has ", mantissa::numel(shape));
+  MT_CHECK(ShapeError, mantissa::numel(shape) == numel_, "reshape: ", *this, " has ", numel_, " elements, ", shape,
+           " has ", mantissa::numel(shape));
   if (shape == shape_) return *this;
   const Tensor source = contiguous_data(*this);
   return view_op("reshape", *this, source.view(shape, contiguous_strides(shape), source.offset()),
@@ -103,7 +105,8 @@ Tensor Tensor::permute(const Shape& axes) const {
     strides[i] = strides_[axis];
     inverse[axis] = i;
   }
-  return view_op("permute", *this, view(shape, strides, offset_), [inverse](const Tensor& g) { return g.permute(inverse); });
+  return view_op("permute", *this, view(shape, strides, offset_),
+                 [inverse](const Tensor& g) { return g.permute(inverse); });
 }
 
 Tensor Tensor::transpose(int a, int b) const {
@@ -132,17 +135,20 @@ Tensor Tensor::select(int axis, std::int64_t index) const {
   check_defined("select", *this);
   axis = normalize_axis("select", axis, rank());
   const std::int64_t at = index < 0 ? index + shape_[axis] : index;
-  MT_CHECK(ShapeError, at >= 0 && at < shape_[axis], "select: index ", index, " is out of range for axis ", axis, " of ", *this);
+  MT_CHECK(ShapeError, at >= 0 && at < shape_[axis], "select: index ", index, " is out of range for axis ", axis,
+           " of ", *this);
   return slice(axis, at, at + 1).squeeze(axis);
 }
 
 Tensor Tensor::expand(const Shape& shape) const {
   check_defined("expand", *this);
-  MT_CHECK(ShapeError, broadcast_shapes("expand", shape_, shape) == shape, "expand: ", *this, " does not broadcast to ", shape);
+  MT_CHECK(ShapeError, broadcast_shapes("expand", shape_, shape) == shape, "expand: ", *this, " does not broadcast to ",
+           shape);
   if (shape == shape_) return *this;
   Strides strides = shape;
   const int lead = shape.rank() - rank();
-  for (int i = 0; i < shape.rank(); ++i) strides[i] = i < lead || (shape_[i - lead] == 1 && shape[i] != 1) ? 0 : strides_[i - lead];
+  for (int i = 0; i < shape.rank(); ++i)
+    strides[i] = i < lead || (shape_[i - lead] == 1 && shape[i] != 1) ? 0 : strides_[i - lead];
   return record({"expand", Cast::keep}, view(shape, strides, offset_), {*this},
                 [old = shape_](Grads g, GradOut& out) { sum_to(g[0], old, out, 0); });
 }
@@ -155,7 +161,8 @@ Tensor Tensor::squeeze(int axis) const {
   Strides strides = strides_;
   shape.erase(axis);
   strides.erase(axis);
-  return view_op("squeeze", *this, view(shape, strides, offset_), [axis](const Tensor& g) { return g.unsqueeze(axis); });
+  return view_op("squeeze", *this, view(shape, strides, offset_),
+                 [axis](const Tensor& g) { return g.unsqueeze(axis); });
 }
 
 Tensor Tensor::unsqueeze(int axis) const {
@@ -165,7 +172,8 @@ Tensor Tensor::unsqueeze(int axis) const {
   Strides strides = strides_;
   strides.insert(axis, axis < rank() ? strides_[axis] * shape_[axis] : 1);
   shape.insert(axis, 1);
-  return view_op("unsqueeze", *this, view(shape, strides, offset_), [axis](const Tensor& g) { return g.squeeze(axis); });
+  return view_op("unsqueeze", *this, view(shape, strides, offset_),
+                 [axis](const Tensor& g) { return g.squeeze(axis); });
 }
 
 Tensor Tensor::to(DType dtype) const { return dtype == dtype_ && defined() ? *this : cast(*this, dtype); }
@@ -175,7 +183,8 @@ Tensor Tensor::to(Device target) const {
   check_defined("to", *this);
   const Device from = device();
   if (target == from) return *this;
-  MT_CHECK(DeviceError, target.is_cpu() || from.is_cpu(), "to: copies between GPUs go through the CPU; got ", *this, " to ", target);
+  MT_CHECK(DeviceError, target.is_cpu() || from.is_cpu(), "to: copies between GPUs go through the CPU; got ", *this,
+           " to ", target);
   const Tensor source = is_dense() ? detach() : contiguous_data(*this);
   const Tensor y = empty(shape_, {dtype_, target}).view(shape_, source.strides(), 0);  // keeps the layout
   if (target.is_cpu()) {
@@ -190,7 +199,8 @@ Tensor Tensor::to(Device target) const {
 
 void Tensor::fill_(double value) const {
   check_defined("fill_", *this);
-  MT_CHECK(AutogradError, !grad_enabled() || !requires_grad(), "fill_: ", *this, " requires a gradient; do it under NoGrad");
+  MT_CHECK(AutogradError, !grad_enabled() || !requires_grad(), "fill_: ", *this,
+           " requires a gradient; do it under NoGrad");
   Tensor target = detach();
   backend(*this).fill(value, target);
   bump_version();
@@ -199,8 +209,10 @@ void Tensor::fill_(double value) const {
 void Tensor::copy_(const Tensor& source) const {
   check_defined("copy_", *this);
   check_defined("copy_", source);
-  MT_CHECK(AutogradError, !grad_enabled() || !requires_grad(), "copy_: ", *this, " requires a gradient; do it under NoGrad");
-  MT_CHECK(ShapeError, broadcast_shapes("copy_", source.shape(), shape_) == shape_, "copy_: ", source, " does not broadcast to ", *this);
+  MT_CHECK(AutogradError, !grad_enabled() || !requires_grad(), "copy_: ", *this,
+           " requires a gradient; do it under NoGrad");
+  MT_CHECK(ShapeError, broadcast_shapes("copy_", source.shape(), shape_) == shape_, "copy_: ", source,
+           " does not broadcast to ", *this);
   const NoGrad no_grad;
   const Tensor here = source.to(device());
   Tensor target = detach();

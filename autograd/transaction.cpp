@@ -11,7 +11,7 @@ namespace {
 struct Protected {
   std::weak_ptr<Storage> owner;  // a buffer that died needs no restoring
   Tensor copy;
-  bool changed = false;          // since the last step
+  bool changed = false;  // since the last step
   Shape shape;
   Strides strides;
   std::int64_t offset = 0;
@@ -23,7 +23,8 @@ thread_local std::unordered_map<const Storage*, Protected> buffers;
 void protect_buffer(const Tensor& buffer) {
   Protected& entry = buffers[buffer.storage().get()];
   if (entry.changed && !entry.owner.expired()) return;
-  if (entry.owner.expired() || !entry.copy.defined() || !(entry.copy.shape() == buffer.shape())) entry.copy = empty_like(buffer);
+  if (entry.owner.expired() || !entry.copy.defined() || !(entry.copy.shape() == buffer.shape()))
+    entry.copy = empty_like(buffer);
   entry.owner = buffer.storage();
   entry.shape = buffer.shape();
   entry.strides = buffer.strides();

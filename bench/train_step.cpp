@@ -37,19 +37,33 @@ mt::Tensor random_ids(const mt::Shape& shape, std::int64_t n, mt::Device device)
 Job make_job(const Options& o, mt::Device device) {
   Job job;
   if (o.model == "gpt") {
-    auto gpt = std::make_shared<mt::nn::GPT>(mt::nn::GPTOptions{.vocabulary = o.vocabulary, .context = o.context, .width = o.width, .layers = o.layers,
-                                                               .heads = o.heads, .checkpoint_blocks = o.checkpoint}, device);
-    const mt::Tensor x = random_ids({o.batch, o.context}, o.vocabulary, device), y = random_ids({o.batch, o.context}, o.vocabulary, device);
-    job = {gpt, [=](const mt::Tensor& in, const mt::Tensor& out) { return gpt->loss(in, out); }, x, y, static_cast<double>(o.batch * o.context), 0, 1.0};
+    auto gpt = std::make_shared<mt::nn::GPT>(mt::nn::GPTOptions{.vocabulary = o.vocabulary,
+                                                                .context = o.context,
+                                                                .width = o.width,
+                                                                .layers = o.layers,
+                                                                .heads = o.heads,
+                                                                .checkpoint_blocks = o.checkpoint},
+                                             device);
+    const mt::Tensor x = random_ids({o.batch, o.context}, o.vocabulary, device),
+                     y = random_ids({o.batch, o.context}, o.vocabulary, device);
+    job = {gpt,
+           [=](const mt::Tensor& in, const mt::Tensor& out) { return gpt->loss(in, out); },
+           x,
+           y,
+           static_cast<double>(o.batch * o.context),
+           0,
+           1.0};
     job.flops = job.tokens * gpt->flops_per_token();
   } else if (o.model == "cnn") {
     auto cnn = std::make_shared<mt::nn::SmallCNN>(device);
     const mt::Tensor x = mt::randn({o.batch, 1, 28, 28}).to(device), y = random_ids({o.batch}, 10, device);
-    job = {cnn, [=](const mt::Tensor& in, const mt::Tensor& out) { return mt::cross_entropy((*cnn)(in), out); }, x, y, static_cast<double>(o.batch)};
+    job = {cnn, [=](const mt::Tensor& in, const mt::Tensor& out) { return mt::cross_entropy((*cnn)(in), out); }, x, y,
+           static_cast<double>(o.batch)};
   } else {
     auto mlp = std::make_shared<mt::nn::MLP>(std::vector<std::int64_t>{784, 256, 256, 10}, device);
     const mt::Tensor x = mt::randn({o.batch, 784}).to(device), y = random_ids({o.batch}, 10, device);
-    job = {mlp, [=](const mt::Tensor& in, const mt::Tensor& out) { return mt::cross_entropy((*mlp)(in), out); }, x, y, static_cast<double>(o.batch)};
+    job = {mlp, [=](const mt::Tensor& in, const mt::Tensor& out) { return mt::cross_entropy((*mlp)(in), out); }, x, y,
+           static_cast<double>(o.batch)};
   }
   return job;
 }
@@ -85,17 +99,19 @@ void run(const Options& o) {
   mt::Tensor loss;
   for (int i = 0; i < o.warmup; ++i) loss = step();
   backend.synchronize();
-  mt::reset_peak_memory(device);
+  if (!o.capture) mt::reset_peak_memory(device);  // a recording holds the memory of a step without asking for it again
   const mt::BackendCounters before = backend.counters;
   const std::int64_t allocations = mt::memory_stats(device).source_allocations;
   // Without waiting in between: what a training loop sees.
   const auto begin = std::chrono::steady_clock::now();
   for (int i = 0; i < o.steps; ++i) loss = step();
-  const double queued = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count() / o.steps;
+  const double queued =
+      std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count() / o.steps;
   const mt::BackendCounters after = backend.counters;
   const std::int64_t allocated = mt::memory_stats(device).source_allocations - allocations;
   backend.synchronize();
-  const double pipelined = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count() / o.steps;
+  const double pipelined =
+      std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count() / o.steps;
   std::vector<double> times;
   for (int i = 0; i < o.steps; ++i) {
     const auto start = std::chrono::steady_clock::now();
@@ -105,13 +121,17 @@ void run(const Options& o) {
   }
   const mt::MemoryStats memory = mt::memory_stats(device);
   const double ms = median(times);
-  std::printf("{\"who\": \"mantissa\", \"model\": \"%s\", \"precision\": \"%s\", \"captured\": %s, \"batch\": %lld, \"ms\": %.4f, \"ms_pipelined\": %.4f, \"ms_host\": %.4f, "
-              "\"per_second\": %.0f, \"tflops\": %.1f, \"peak_mib\": %.0f, \"loss\": %.5f, \"launches\": %lld, \"synchronizations\": %lld, \"casts\": %lld, "
-              "\"driver_allocations\": %lld}\n",
-              o.model.c_str(), o.precision.c_str(), o.capture ? "true" : "false", static_cast<long long>(o.batch), ms, pipelined, queued, job.tokens / ms * 1e3, job.flops / ms * 1e-9,
-              static_cast<double>(memory.peak) / (1 << 20), loss.item(), static_cast<long long>((after.launches - before.launches) / o.steps),
-              static_cast<long long>(after.synchronizations - before.synchronizations), static_cast<long long>((after.casts - before.casts) / o.steps),
-              static_cast<long long>(allocated));
+  std::printf(
+      "{\"who\": \"mantissa\", \"model\": \"%s\", \"precision\": \"%s\", \"captured\": %s, \"batch\": %lld, \"ms\": "
+      "%.4f, \"ms_pipelined\": %.4f, \"ms_host\": %.4f, "
+      "\"per_second\": %.0f, \"tflops\": %.1f, \"peak_mib\": %.0f, \"loss\": %.5f, \"launches\": %lld, "
+      "\"synchronizations\": %lld, \"casts\": %lld, "
+      "\"driver_allocations\": %lld}\n",
+      o.model.c_str(), o.precision.c_str(), o.capture ? "true" : "false", static_cast<long long>(o.batch), ms,
+      pipelined, queued, job.tokens / ms * 1e3, job.flops / ms * 1e-9, static_cast<double>(memory.peak) / (1 << 20),
+      loss.item(), static_cast<long long>((after.launches - before.launches) / o.steps),
+      static_cast<long long>(after.synchronizations - before.synchronizations),
+      static_cast<long long>((after.casts - before.casts) / o.steps), static_cast<long long>(allocated));
 }
 
 }  // namespace

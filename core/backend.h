@@ -41,12 +41,12 @@ enum class NormKind : std::uint8_t { layer, rms };
 /// In backward, `grad_activation` and its saved input turn the product g into activation'(input) g.
 struct MatmulOptions {
   double alpha = 1;
-  bool accumulate = false;                 // y += instead of y =
-  const Tensor* bias = nullptr;            // [n], of y's dtype
+  bool accumulate = false;       // y += instead of y =
+  const Tensor* bias = nullptr;  // [n], of y's dtype
   Activation activation = Activation::none;
-  Tensor* pre_activation = nullptr;        // like y; read by backward (gelu_tanh)
+  Tensor* pre_activation = nullptr;  // like y; read by backward (gelu_tanh)
   Activation grad_activation = Activation::none;
-  const Tensor* grad_input = nullptr;      // gelu_tanh: the saved pre-activation; relu: the saved output
+  const Tensor* grad_input = nullptr;  // gelu_tanh: the saved pre-activation; relu: the saved output
 };
 
 struct CrossEntropyOptions {
@@ -71,10 +71,10 @@ struct Pool2dOptions {
 
 /// What the backend did so far; tests prove with it that a steady step neither waits, nor allocates, nor casts weights.
 struct BackendCounters {
-  std::int64_t launches = 0;         // kernels (library calls count as one)
-  std::int64_t synchronizations = 0; // times the host waited for the device
-  std::int64_t casts = 0;            // copies that change the dtype
-  std::int64_t transfers = 0;        // copies between host and device
+  std::int64_t launches = 0;          // kernels (library calls count as one)
+  std::int64_t synchronizations = 0;  // times the host waited for the device
+  std::int64_t casts = 0;             // copies that change the dtype
+  std::int64_t transfers = 0;         // copies between host and device
 };
 
 /// Work that was recorded instead of run, and can be run again and again as a whole at little cost on the host (a
@@ -112,7 +112,7 @@ class Backend {
   /// when the source is pinned (the caller then keeps it unchanged until the work is done).
   virtual void copy_from_host(const void* source, Tensor& y) = 0;
   virtual void copy_to_host(const Tensor& x, void* target) = 0;
-  /// Starts a copy into pinned memory without waiting (a mirror that the host polls).
+  /// The same without waiting, into pinned memory.
   virtual void mirror_to_host(const Tensor& x, void* pinned) = 0;
 
   // ---- recording: between begin and end nothing runs, and what would wait for the device is an error. One thread uses
@@ -132,18 +132,20 @@ class Backend {
   }
 
   // ---- elementwise ----
-  virtual void fill(double value, Tensor& y) = 0;                 // any dtype
-  virtual void copy(const Tensor& x, Tensor& y) = 0;              // any dtypes and strides; x broadcasts to y
-  virtual void accumulate(const Tensor& x, Tensor& y) = 0;        // y += x; same shape, float dtypes may differ
+  virtual void fill(double value, Tensor& y) = 0;           // any dtype
+  virtual void copy(const Tensor& x, Tensor& y) = 0;        // any dtypes and strides; x broadcasts to y
+  virtual void accumulate(const Tensor& x, Tensor& y) = 0;  // y += x; same shape, float dtypes may differ
   virtual void unary(const UnaryOp& op, const Tensor& x, Tensor& y) = 0;
   /// gx = op.grad(g, saved); saved is x, y or undefined, as op.needs says. gx may be g.
   virtual void unary_grad(const UnaryOp& op, const Tensor& g, const Tensor& saved, Tensor& gx) = 0;
   virtual void binary(const BinaryOp& op, const Tensor& a, const Tensor& b, Tensor& y) = 0;  // a, b broadcast to y
   /// The gradient of operand 0 (a) or 1 (b) in the broadcast shape; a, b undefined when the op does not read them.
-  virtual void binary_grad(const BinaryOp& op, int operand, const Tensor& g, const Tensor& a, const Tensor& b, Tensor& gx) = 0;
+  virtual void binary_grad(const BinaryOp& op, int operand, const Tensor& g, const Tensor& a, const Tensor& b,
+                           Tensor& gx) = 0;
   virtual void compare(CompareOp op, const Tensor& a, const Tensor& b, Tensor& y) = 0;  // any equal dtypes; y bool
   virtual void where(const Tensor& condition, const Tensor& a, const Tensor& b, Tensor& y) = 0;  // all broadcast to y
-  /// y = keep ? x / (1 - p) : 0, keep drawn from the stream; the gradient is the same call on g. x, y contiguous; p < 1 or 1.
+  /// y = keep ? x / (1 - p) : 0, keep drawn from the stream; the gradient is the same call on g. x, y contiguous; p < 1
+  /// or 1.
   virtual void dropout(const Tensor& x, double p, PhiloxState state, Tensor& y) = 0;
   /// uniform [a, b), normal(mean a, deviation b), or bernoulli(a) as 0 and 1; y contiguous.
   virtual void random(RandomKind kind, double a, double b, PhiloxState state, Tensor& y) = 0;
@@ -163,20 +165,24 @@ class Backend {
   virtual void softmax(const Tensor& x, bool log, Tensor& y) = 0;  // y's dtype may be f32 for 16-bit x
   virtual void softmax_grad(const Tensor& g, const Tensor& y, bool log, Tensor& gx) = 0;
   /// x[n, classes], targets[n] i32/i64 in [0, classes) or ignore_index (checked by the op where it can; a bad target on
-  /// the device sets `status`). loss[1] = mean over counted rows (0 when none); lse[n] = log sum exp; count[1]: rows counted.
+  /// the device sets `status`). loss[1] = mean over counted rows (0 when none); lse[n] = log sum exp; count[1]: rows
+  /// counted.
   virtual void cross_entropy(const Tensor& x, const Tensor& targets, const CrossEntropyOptions& options, Tensor& loss,
                              Tensor& lse, Tensor& count) = 0;
   /// gx = g[1] / count (softmax(x) - target distribution); gx may be x itself.
-  virtual void cross_entropy_grad(const Tensor& g, const Tensor& x, const Tensor& targets, const CrossEntropyOptions& options,
-                                  const Tensor& lse, const Tensor& count, Tensor& gx) = 0;
+  virtual void cross_entropy_grad(const Tensor& g, const Tensor& x, const Tensor& targets,
+                                  const CrossEntropyOptions& options, const Tensor& lse, const Tensor& count,
+                                  Tensor& gx) = 0;
   /// y = (x + residual - mean) rstd w + b over the last axis. residual, w, b may be undefined; sum (written when
   /// residual is defined) = x + residual, rounded to x's dtype before it is normalised. mean and rstd: [rows] of the
   /// compute dtype; mean is undefined for rms. w, b: [columns] of the compute dtype.
-  virtual void norm(NormKind kind, const Tensor& x, const Tensor& residual, const Tensor& w, const Tensor& b, double eps,
-                    Tensor& sum, Tensor& y, Tensor& mean, Tensor& rstd) = 0;
-  /// gx from g (gradient of y) plus g_sum when defined; gw, gb (when defined) of the compute dtype, overwritten or added to.
+  virtual void norm(NormKind kind, const Tensor& x, const Tensor& residual, const Tensor& w, const Tensor& b,
+                    double eps, Tensor& sum, Tensor& y, Tensor& mean, Tensor& rstd) = 0;
+  /// gx from g (gradient of y) plus g_sum when defined; gw, gb (when defined) of the compute dtype, overwritten or
+  /// added to.
   virtual void norm_grad(NormKind kind, const Tensor& g, const Tensor& g_sum, const Tensor& x, const Tensor& w,
-                         const Tensor& mean, const Tensor& rstd, bool accumulate, Tensor& gx, Tensor& gw, Tensor& gb) = 0;
+                         const Tensor& mean, const Tensor& rstd, bool accumulate, Tensor& gx, Tensor& gw,
+                         Tensor& gb) = 0;
 
   // ---- indexing ----
   virtual void embedding(const Tensor& ids, const Tensor& w, Tensor& y) = 0;  // y[..., d] = w[ids[...], d]
@@ -194,7 +200,8 @@ class Backend {
   virtual void attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options, Tensor& y,
                          Tensor& lse) = 0;  // lse: [B, H, T] of the compute dtype
   virtual void attention_grad(const Tensor& g, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& y,
-                              const Tensor& lse, const AttentionOptions& options, Tensor& gq, Tensor& gk, Tensor& gv) = 0;
+                              const Tensor& lse, const AttentionOptions& options, Tensor& gq, Tensor& gk,
+                              Tensor& gv) = 0;
 
   // ---- images: logical [N, C, H, W], stored channels-last; w[O, C/groups, KH, KW] likewise ----
   virtual void conv2d(const Tensor& x, const Tensor& w, const Conv2dOptions& options, Tensor& y) = 0;
@@ -202,20 +209,23 @@ class Backend {
   virtual void conv2d_grad_weight(const Tensor& g, const Tensor& x, const Conv2dOptions& options, bool accumulate,
                                   Tensor& gw) = 0;  // gw may be f32 for 16-bit g and x
   virtual void pool2d(Pooling kind, const Tensor& x, const Pool2dOptions& options, Tensor& y) = 0;
-  virtual void pool2d_grad(Pooling kind, const Tensor& g, const Tensor& x, const Tensor& y, const Pool2dOptions& options,
+  virtual void pool2d_grad(Pooling kind, const Tensor& g, const Tensor& x, const Tensor& y,
+                           const Pool2dOptions& options,
                            Tensor& gx) = 0;  // max: to the first largest element of each window
   /// Training: batch statistics, running = (1 - momentum) running + momentum batch (unbiased variance);
   /// mean and rstd [C] are saved for backward. Parameters and statistics are of the compute dtype.
   virtual void batch_norm(const Tensor& x, const Tensor& w, const Tensor& b, double eps, double momentum, bool training,
                           Tensor& running_mean, Tensor& running_var, Tensor& y, Tensor& mean, Tensor& rstd) = 0;
-  virtual void batch_norm_grad(const Tensor& g, const Tensor& x, const Tensor& w, const Tensor& mean, const Tensor& rstd,
-                               bool training, Tensor& gx, Tensor& gw, Tensor& gb) = 0;
+  virtual void batch_norm_grad(const Tensor& g, const Tensor& x, const Tensor& w, const Tensor& mean,
+                               const Tensor& rstd, bool training, Tensor& gx, Tensor& gw, Tensor& gb) = 0;
 
   // ---- the training step: one launch for all tensors, decisions taken on the device (core/step.h) ----
   /// One read of all gradients: sum of squares and number of non-finite elements, into state->check.
   virtual void check_gradients(std::span<const Tensor> gradients, StepState* state) = 0;
   /// The verdict, clip factor, learning rate, step count and scale of one optimizer step (`decide_step` on the device).
-  virtual void decide(const StepRules* rules, StepState* optimizer, ScaleState* scale, bool update_scale) = 0;
+  /// The states are written to the mirrors too: pinned memory, for a host that does not wait; null: none.
+  virtual void decide(const StepRules* rules, StepState* optimizer, ScaleState* scale, bool update_scale,
+                      StepState* mirror, ScaleState* scale_mirror) = 0;
   virtual void sgd_update(std::span<const UpdateTensor> tensors, const SgdRule& rule, const StepState* state) = 0;
   virtual void adam_update(std::span<const UpdateTensor> tensors, const AdamRule& rule, const StepState* state) = 0;
   /// target = source when the last verdict was "skip" (restores buffers that a skipped step must not change).

@@ -11,12 +11,12 @@ namespace mantissa {
 
 enum class DType : std::uint8_t { f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, u8, boolean };
 
-inline constexpr DType f64 = DType::f64;          // IEEE binary64; CPU, for gradient checks
-inline constexpr DType f32 = DType::f32;          // IEEE binary32; the type of parameters
-inline constexpr DType f16 = DType::f16;          // IEEE binary16
-inline constexpr DType bf16 = DType::bf16;        // bfloat16: 8 exponent bits, 7 fraction bits
-inline constexpr DType f8e4m3 = DType::f8e4m3;    // OCP FP8 E4M3: no infinity, maximum 448; storage only
-inline constexpr DType f8e5m2 = DType::f8e5m2;    // OCP FP8 E5M2: infinity, maximum 57344; storage only
+inline constexpr DType f64 = DType::f64;        // IEEE binary64; CPU, for gradient checks
+inline constexpr DType f32 = DType::f32;        // IEEE binary32; the type of parameters
+inline constexpr DType f16 = DType::f16;        // IEEE binary16
+inline constexpr DType bf16 = DType::bf16;      // bfloat16: 8 exponent bits, 7 fraction bits
+inline constexpr DType f8e4m3 = DType::f8e4m3;  // OCP FP8 E4M3: no infinity, maximum 448; storage only
+inline constexpr DType f8e5m2 = DType::f8e5m2;  // OCP FP8 E5M2: infinity, maximum 57344; storage only
 inline constexpr DType i64 = DType::i64;
 inline constexpr DType i32 = DType::i32;
 inline constexpr DType u8 = DType::u8;
@@ -24,10 +24,17 @@ inline constexpr DType boolean = DType::boolean;  // one byte, 0 or 1
 
 constexpr std::size_t size_of(DType t) {
   switch (t) {
-    case DType::f64: case DType::i64: return 8;
-    case DType::f32: case DType::i32: return 4;
-    case DType::f16: case DType::bf16: return 2;
-    default: return 1;
+    case DType::f64:
+    case DType::i64:
+      return 8;
+    case DType::f32:
+    case DType::i32:
+      return 4;
+    case DType::f16:
+    case DType::bf16:
+      return 2;
+    default:
+      return 1;
   }
 }
 

@@ -284,7 +284,9 @@ struct PowScalar {
     return exponent == 0 ? A(0) * x : g * (A(exponent) * power(x, exponent - 1));
   }
   // The device's pow misses the last bit even of pow(3, 1).
-  template <class A> MT_HD static A power(A x, double e) { return e == 1 ? x : e == 2 ? x * x : e == 3 ? x * x * x : math::pow(x, A(e)); }
+  template <class A> MT_HD static A power(A x, double e) {
+    return e == 1 ? x : e == 2 ? x * x : e == 3 ? x * x * x : math::pow(x, A(e));
+  }
 };
 
 // ---- binary (with broadcasting) -------------------------------------------------------------------------------------
@@ -333,7 +335,9 @@ struct Pow {
   static constexpr Domain domain{0.3, 3};
   template <class A> MT_HD A operator()(A a, A b) const { return math::pow(a, b); }
   template <class A> MT_HD A grad_a(A g, A a, A b) const { return b == A(0) ? A(0) : g * (b * math::pow(a, b - A(1))); }
-  template <class A> MT_HD A grad_b(A g, A a, A b) const { return a == A(0) ? A(0) : g * (math::pow(a, b) * math::log(a)); }
+  template <class A> MT_HD A grad_b(A g, A a, A b) const {
+    return a == A(0) ? A(0) : g * (math::pow(a, b) * math::log(a));
+  }
 };
 
 // At a tie the gradient is shared equally, as in PyTorch and NumPy-based autograd.
@@ -369,18 +373,15 @@ struct SwiGlu {  // silu(a) b, Shazeer 2020
 
 // ---- the lists ------------------------------------------------------------------------------------------------------
 
-template <Unary... Ops>
-using UnaryList = std::variant<Ops...>;
-template <Binary... Ops>
-using BinaryList = std::variant<Ops...>;
+template <Unary... Ops> using UnaryList = std::variant<Ops...>;
+template <Binary... Ops> using BinaryList = std::variant<Ops...>;
 
-using UnaryOp = UnaryList<Neg, Abs, Exp, Expm1, Log, Log1p, Sqrt, Rsqrt, Reciprocal, Square, Sin, Cos, Tanh, Sigmoid, Erf,
-                          Relu, LeakyRelu, Gelu, GeluTanh, Silu, Softplus, Clamp, AddScalar, MulScalar, PowScalar>;
+using UnaryOp = UnaryList<Neg, Abs, Exp, Expm1, Log, Log1p, Sqrt, Rsqrt, Reciprocal, Square, Sin, Cos, Tanh, Sigmoid,
+                          Erf, Relu, LeakyRelu, Gelu, GeluTanh, Silu, Softplus, Clamp, AddScalar, MulScalar, PowScalar>;
 using BinaryOp = BinaryList<Add, Sub, Mul, Div, Pow, Maximum, Minimum, SwiGlu>;
 
 /// Calls f(Op{}) for every op of a list.
-template <class List, class F>
-void for_each_op(F&& f) {
+template <class List, class F> void for_each_op(F&& f) {
   [&]<class... Ops>(std::type_identity<std::variant<Ops...>>) { (f(Ops{}), ...); }(std::type_identity<List>{});
 }
 

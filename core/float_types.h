@@ -19,7 +19,8 @@ inline constexpr Format kFloat16{5, 10, true}, kBFloat16{8, 7, true}, kFloat8E4M
 
 /// Rounds an IEEE value (given as its bits and format) to a narrower format, to nearest even, in integers only.
 template <class Bits>
-constexpr std::uint32_t narrow(Bits bits, int source_exponent_bits, int source_fraction_bits, Format to, bool saturate) {
+constexpr std::uint32_t narrow(Bits bits, int source_exponent_bits, int source_fraction_bits, Format to,
+                               bool saturate) {
   const int source_bias = (1 << (source_exponent_bits - 1)) - 1;
   const Bits fraction_mask = (Bits(1) << source_fraction_bits) - 1;
   const auto sign = static_cast<std::uint32_t>(bits >> (source_exponent_bits + source_fraction_bits))
@@ -28,7 +29,8 @@ constexpr std::uint32_t narrow(Bits bits, int source_exponent_bits, int source_f
   Bits significand = bits & fraction_mask;
   const std::uint32_t all_ones = (1u << to.exponent_bits) - 1;
   const std::uint32_t infinity = all_ones << to.fraction_bits;  // E4M3: 0x78, an ordinary 256
-  const std::uint32_t nan = to.has_infinity ? infinity | (1u << (to.fraction_bits - 1)) : infinity | ((1u << to.fraction_bits) - 1);
+  const std::uint32_t nan =
+      to.has_infinity ? infinity | (1u << (to.fraction_bits - 1)) : infinity | ((1u << to.fraction_bits) - 1);
   const std::uint32_t largest = to.has_infinity ? infinity - 1 : nan - 1;
   const std::uint32_t overflow = sign | (saturate ? largest : to.has_infinity ? infinity : nan);
   if (exponent_field == (1 << source_exponent_bits) - 1) {
@@ -86,18 +88,18 @@ constexpr float widen(std::uint32_t bits, Format from) {
     const int e = 1 - from.bias() - (from.fraction_bits - high) + 127;
     return std::bit_cast<float>(sign | (static_cast<std::uint32_t>(e) << 23) | ((fraction << (23 - high)) & 0x7fffffu));
   }
-  return std::bit_cast<float>(sign | ((exponent + static_cast<std::uint32_t>(127 - from.bias())) << 23) | (fraction << up));
+  return std::bit_cast<float>(sign | ((exponent + static_cast<std::uint32_t>(127 - from.bias())) << 23) |
+                              (fraction << up));
 }
 
 /// A storage-only float: `Bits` wide, converting exactly.
-template <class Bits, const Format& format>
-struct StorageFloat {
+template <class Bits, const Format& format> struct StorageFloat {
   Bits bits = 0;
   constexpr StorageFloat() = default;
   constexpr explicit StorageFloat(float x) : bits(static_cast<Bits>(narrow(x, format))) {}
   constexpr explicit StorageFloat(double x) : bits(static_cast<Bits>(narrow(x, format))) {}
   template <class T>
-    requires std::is_integral_v<T>
+  requires std::is_integral_v<T>
   constexpr explicit StorageFloat(T x) : StorageFloat(static_cast<double>(x)) {}
   constexpr explicit operator float() const { return widen(bits, format); }
   constexpr explicit operator double() const { return static_cast<double>(widen(bits, format)); }

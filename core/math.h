@@ -31,8 +31,7 @@ struct Reduced {
 MT_FORCE_INLINE Reduced reduce_exp(float x) {
   constexpr float kRound = 12582912.0f;  // 1.5 2^23: adding it leaves the nearest integer in the low bits
   const float shifted = x * 1.44269504f + kRound, n = shifted - kRound;
-  const float r =
-      (x - n * 0.693359375f) - n * -2.12194440e-4f;  // ln 2 in two parts, n times the first is exact
+  const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;  // ln 2 in two parts, n times the first is exact
   float q = 0.000199144153f;
   q = q * r + 0.00139411679f;
   q = q * r + 0.0083332723f;
@@ -164,7 +163,8 @@ MT_HD MT_FORCE_INLINE float log(float x) { return detail::log(x); }
 MT_HD MT_FORCE_INLINE float log1p(float x) { return detail::log1p(x); }
 MT_HD MT_FORCE_INLINE float tanh(float x) { return detail::tanh(x); }
 MT_HD MT_FORCE_INLINE float erf(float x) { return detail::erf(x); }
-/// Phi(x). Not 1/2 + erf / 2, which has no digits left below -5; the error grows with the exponent, to 1e-5 of the last values.
+/// Phi(x). Not 1/2 + erf / 2, which has no digits left below -5; the error grows with the exponent, to 1e-5 of the last
+/// values.
 MT_HD MT_FORCE_INLINE float normal_cdf(float x) { return detail::normal_cdf(x); }
 #undef MT_FORCE_INLINE
 #endif
@@ -189,8 +189,7 @@ MT_HD inline double abs(double x) { return ::fabs(x); }
 MT_HD inline float abs(float x) { return ::fabsf(x); }
 
 /// 1 / (1 + exp(-x)), without overflow on either side.
-template <class A>
-MT_HD A sigmoid(A x) {
+template <class A> MT_HD A sigmoid(A x) {
   const A e = exp(-abs(x));
   return (x < A(0) ? e : A(1)) / (A(1) + e);
 }

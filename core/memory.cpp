@@ -8,12 +8,12 @@ namespace mantissa {
 namespace {
 
 constexpr std::size_t kAlignment = 256;
-constexpr std::size_t kSmallLimit = std::size_t{1} << 20;     // requests up to this share small segments
+constexpr std::size_t kSmallLimit = std::size_t{1} << 20;  // requests up to this share small segments
 constexpr std::size_t kSmallSegment = std::size_t{2} << 20;
-constexpr std::size_t kLargeLimit = std::size_t{10} << 20;    // requests up to this share 20 MiB segments
+constexpr std::size_t kLargeLimit = std::size_t{10} << 20;  // requests up to this share 20 MiB segments
 constexpr std::size_t kLargeSegment = std::size_t{20} << 20;
 
-constexpr std::size_t kAddressSpace = std::size_t{1} << 46;   // no device has more; rounding up must not overflow
+constexpr std::size_t kAddressSpace = std::size_t{1} << 46;  // no device has more; rounding up must not overflow
 
 constexpr std::size_t round_up(std::size_t n, std::size_t to) { return (n + to - 1) / to * to; }
 constexpr std::size_t segment_size(std::size_t size) {
@@ -42,8 +42,8 @@ std::string mebibytes(std::int64_t bytes) { return mebibytes(static_cast<double>
 thread_local constinit const char* OpScope::current_ = nullptr;
 
 std::string_view name(MemoryCategory category) {
-  constexpr std::string_view names[kMemoryCategories] = {"weights",     "working copies", "gradients", "optimizer state",
-                                                         "activations", "workspace",      "data"};
+  constexpr std::string_view names[kMemoryCategories] = {
+      "weights", "working copies", "gradients", "optimizer state", "activations", "workspace", "data"};
   return names[static_cast<std::size_t>(category)];
 }
 
@@ -79,8 +79,9 @@ void* CachingAllocator::allocate(std::size_t bytes, MemoryCategory category) {
     if (data == nullptr) {
       const char* op = OpScope::current();
       MT_THROW(OutOfMemoryError, "out of memory on ", to_string(device_), ": ", op ? op : "allocation", " requested ",
-               mebibytes(static_cast<double>(bytes)), "; held ", mebibytes(stats_.total), ", peak ", mebibytes(stats_.peak),
-               ", cached ", mebibytes(stats_.cached), "; ", source_->describe(), "; try a smaller batch or activation checkpointing");
+               mebibytes(static_cast<double>(bytes)), "; held ", mebibytes(stats_.total), ", peak ",
+               mebibytes(stats_.peak), ", cached ", mebibytes(stats_.cached), "; ", source_->describe(),
+               "; try a smaller batch or activation checkpointing");
     }
     ++stats_.source_allocations;
     blocks_[data] = {.size = segment, .small = small, .pool = pool};
@@ -209,7 +210,8 @@ std::string memory_report(Device device) {
                   mebibytes(held).c_str(), mebibytes(peak).c_str());
     out += line;
   };
-  for (std::size_t i = 0; i < kMemoryCategories; ++i) row(name(static_cast<MemoryCategory>(i)), s.held[i], s.peak_by_category[i]);
+  for (std::size_t i = 0; i < kMemoryCategories; ++i)
+    row(name(static_cast<MemoryCategory>(i)), s.held[i], s.peak_by_category[i]);
   row("total", s.total, s.peak);
   row("cached", s.cached, s.cached);
   return out;

@@ -22,7 +22,13 @@
 namespace mantissa {
 
 enum class MemoryCategory : std::uint8_t {
-  weights, working_copies, gradients, optimizer_state, activations, workspace, data
+  weights,
+  working_copies,
+  gradients,
+  optimizer_state,
+  activations,
+  workspace,
+  data
 };
 inline constexpr std::size_t kMemoryCategories = 7;
 std::string_view name(MemoryCategory category);
@@ -43,9 +49,9 @@ class MemoryScope {
 /// Figures in bytes. `peak_by_category` is the division at the moment of the total peak.
 struct MemoryStats {
   std::array<std::int64_t, kMemoryCategories> held{}, peak_by_category{};
-  std::int64_t total = 0, peak = 0;      // handed out now, and at most
-  std::int64_t cached = 0;               // held from the source but free
-  std::int64_t source_allocations = 0;   // calls to the driver or to the C library so far
+  std::int64_t total = 0, peak = 0;     // handed out now, and at most
+  std::int64_t cached = 0;              // held from the source but free
+  std::int64_t source_allocations = 0;  // calls to the driver or to the C library so far
 };
 
 class CachingAllocator {

@@ -31,6 +31,8 @@ DType autocast_dtype(Precision p) {
   return p == Precision::fp16_mixed ? DType::f16 : p == Precision::bf16_mixed ? DType::bf16 : DType::f32;
 }
 
-void use_precision(Precision p) { set_float32_matmul(p == Precision::tf32 ? Float32Matmul::tf32 : Float32Matmul::full); }
+void use_precision(Precision p) {
+  set_float32_matmul(p == Precision::tf32 ? Float32Matmul::tf32 : Float32Matmul::full);
+}
 
 }  // namespace mantissa

@@ -28,7 +28,8 @@ std::int64_t numel(const Shape& shape) {
   for (const auto dim : shape) {
     MT_CHECK(ShapeError, dim >= 0, "shape: negative size in ", shape);
     // The product without the zeros must fit as well: strides are made of it.
-    const bool overflow = dim > 0 && (__builtin_mul_overflow(nonzero, dim, &nonzero) || nonzero > (std::int64_t{1} << 62));
+    const bool overflow =
+        dim > 0 && (__builtin_mul_overflow(nonzero, dim, &nonzero) || nonzero > (std::int64_t{1} << 62));
     MT_CHECK(ShapeError, !overflow, "shape: too many elements in ", shape);
     product *= dim;
   }

@@ -46,9 +46,9 @@ enum class Verdict : std::int32_t {
 struct ScaleRule {
   double growth = 2, backoff = 0.5;
   std::int64_t growth_interval = 2000;  // clean steps in a row; growth on exactly the N-th
-  std::int64_t hysteresis = 1;          // the scale falls at the n-th bad step, and at every one after it until a refill
-  bool refill_hysteresis = true;        // true: refilled by each clean step ("consecutive"); false: only by growth
-  double floor = 1, cap = 16777216;     // the scale stays within [floor, cap]
+  std::int64_t hysteresis = 1;       // the scale falls at the n-th bad step, and at every one after it until a refill
+  bool refill_hysteresis = true;     // true: refilled by each clean step ("consecutive"); false: only by growth
+  double floor = 1, cap = 16777216;  // the scale stays within [floor, cap]
   bool operator==(const ScaleRule&) const = default;
 };
 
@@ -90,11 +90,11 @@ MT_HD inline bool update_scale(const ScaleRule& rule, bool overflow, ScaleState&
 /// How one optimizer step is decided.
 struct StepRules {
   Schedule schedule;
-  double max_norm = 0;    // clip to this global norm of the unscaled gradients; 0: do not clip
-  double max_value = 0;   // clip each unscaled element to [-max_value, max_value]; 0: do not
-  bool scaled = false;    // the gradients carry ScaleState::scale
-  bool check = true;      // skip on a non-finite gradient
-  bool empty = false;     // no parameter has a gradient
+  double max_norm = 0;   // clip to this global norm of the unscaled gradients; 0: do not clip
+  double max_value = 0;  // clip each unscaled element to [-max_value, max_value]; 0: do not
+  bool scaled = false;   // the gradients carry ScaleState::scale
+  bool check = true;     // skip on a non-finite gradient
+  bool empty = false;    // no parameter has a gradient
   ScaleRule scale_rule;
   bool operator==(const StepRules&) const = default;
 };
@@ -104,16 +104,17 @@ struct StepState {
   // check_gradients writes these
   double sum_of_squares = 0;  // of the gradients as they are (scaled)
   std::int64_t infs = 0, nans = 0;
+  std::int64_t blocks_done = 0;  // of the kernel that is about to write them; 0 between steps
   // decide writes these
-  std::int64_t applied = 0;    // steps applied so far, this one included
-  std::int64_t skipped = 0;    // steps skipped so far
-  std::int64_t streak = 0;     // skipped steps in a row
+  std::int64_t applied = 0;  // steps applied so far, this one included
+  std::int64_t skipped = 0;  // steps skipped so far
+  std::int64_t streak = 0;   // skipped steps in a row
   Verdict verdict = Verdict::pending;
-  float factor = 1;            // what the update multiplies each gradient by: unscale and clip in one
+  float factor = 1;  // what the update multiplies each gradient by: unscale and clip in one
   float max_value = 0;
-  float learning_rate = 0;     // of this step; update kernels multiply it by the group's lr_scale
-  double grad_norm = 0;        // of the unscaled gradients, before clipping
-  float scale = 1;             // that this step's gradients carried
+  float learning_rate = 0;  // of this step; update kernels multiply it by the group's lr_scale
+  double grad_norm = 0;     // of the unscaled gradients, before clipping
+  float scale = 1;          // that this step's gradients carried
 };
 
 /// The one decision that both devices run.
@@ -175,8 +176,7 @@ struct AdamRule {
 
 // One element of an update, shared by the devices. A is float or double; g is already unscaled and clipped.
 
-template <class A>
-struct SgdElement {
+template <class A> struct SgdElement {
   A lr, weight_decay, momentum, dampening;
   bool nesterov, first;  // first: the momentum buffer starts as the gradient
   MT_HD void operator()(A g, A& w, A& buffer) const {
@@ -189,10 +189,9 @@ struct SgdElement {
   }
 };
 
-template <class A>
-struct AdamElement {
+template <class A> struct AdamElement {
   A lr, weight_decay, beta1, beta2;
-  A rest1, rest2;  // 1 - beta_i, subtracted in f64: 1 - 0.999f is off by 1e-5
+  A rest1, rest2;                   // 1 - beta_i, subtracted in f64: 1 - 0.999f is off by 1e-5
   A eps, correction1, correction2;  // correction_i = 1 - beta_i^t
   bool decoupled;
   MT_HD void operator()(A g, A& w, A& m, A& v) const {

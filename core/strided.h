@@ -1,6 +1,6 @@
 #pragma once
-// How to walk several operands of one shape at once: axes of size 1 dropped, the rest ordered by the output's strides and
-// merged where they are contiguous for every operand, so that dense tensors of any layout become one flat loop.
+// How to walk several operands of one shape at once: axes of size 1 dropped, the rest ordered by the output's strides
+// and merged where they are contiguous for every operand, so that dense tensors of any layout become one flat loop.
 
 #include <array>
 #include <cstdint>
@@ -10,13 +10,12 @@
 
 namespace mantissa {
 
-template <int N>
-struct StridedPlan {
-  int rank = 0;                        // axes left, outermost first
+template <int N> struct StridedPlan {
+  int rank = 0;  // axes left, outermost first
   std::int64_t sizes[kMaxRank] = {};
   std::int64_t strides[N][kMaxRank] = {};  // in elements; 0 where an operand is broadcast
   std::int64_t numel = 0;
-  bool flat = false;                   // one contiguous run in every operand
+  bool flat = false;  // one contiguous run in every operand
 
   std::int64_t inner() const { return rank > 0 ? sizes[rank - 1] : 1; }
   std::int64_t inner_stride(int operand) const { return rank > 0 ? strides[operand][rank - 1] : 1; }
@@ -33,8 +32,7 @@ struct StridedPlan {
 };
 
 /// A plan over `shape`; operands broadcast to it, the last one is the output and orders the axes.
-template <int N>
-StridedPlan<N> make_plan(const Shape& shape, const std::array<const Tensor*, N>& operands) {
+template <int N> StridedPlan<N> make_plan(const Shape& shape, const std::array<const Tensor*, N>& operands) {
   StridedPlan<N> plan;
   plan.numel = numel(shape);
   for (int axis = 0; axis < shape.rank(); ++axis) {

@@ -8,7 +8,8 @@
 
 namespace mantissa {
 
-Storage::Storage(std::size_t n, Device d, MemoryCategory category) : bytes(n), device(d), allocator(&backend(d).allocator()) {
+Storage::Storage(std::size_t n, Device d, MemoryCategory category)
+    : bytes(n), device(d), allocator(&backend(d).allocator()) {
   data = static_cast<std::byte*>(allocator->allocate(n, category));
 }
 
@@ -19,8 +20,14 @@ Storage::~Storage() {
   if (allocator != nullptr) allocator->release(data);
 }
 
-Tensor::Tensor(std::shared_ptr<Storage> storage, const Shape& shape, const Strides& strides, std::int64_t offset, DType dtype)
-    : storage_(std::move(storage)), shape_(shape), strides_(strides), offset_(offset), numel_(mantissa::numel(shape)), dtype_(dtype) {}
+Tensor::Tensor(std::shared_ptr<Storage> storage, const Shape& shape, const Strides& strides, std::int64_t offset,
+               DType dtype)
+    : storage_(std::move(storage)),
+      shape_(shape),
+      strides_(strides),
+      offset_(offset),
+      numel_(mantissa::numel(shape)),
+      dtype_(dtype) {}
 
 bool Tensor::is_contiguous() const {
   std::int64_t expected = 1;
@@ -76,8 +83,8 @@ namespace {
 Tensor allocate(const Shape& shape, const Strides& strides, DType dtype, Device device) {
   const std::int64_t n = numel(shape);
   std::size_t bytes = 0;
-  MT_CHECK(ShapeError, !__builtin_mul_overflow(static_cast<std::size_t>(n), size_of(dtype), &bytes), "empty: too many bytes for ",
-           dtype, shape);
+  MT_CHECK(ShapeError, !__builtin_mul_overflow(static_cast<std::size_t>(n), size_of(dtype), &bytes),
+           "empty: too many bytes for ", dtype, shape);
   try {
     return Tensor(std::make_shared<Storage>(bytes, device, MemoryScope::current()), shape, strides, 0, dtype);
   } catch (const OutOfMemoryError& error) {
@@ -116,8 +123,7 @@ Tensor arange(std::int64_t n, TensorOptions options) {
   return from_vector(values, {n}, options);
 }
 
-template <class T>
-Tensor from_vector(const std::vector<T>& values, const Shape& shape, TensorOptions options) {
+template <class T> Tensor from_vector(const std::vector<T>& values, const Shape& shape, TensorOptions options) {
   MT_CHECK(ShapeError, static_cast<std::int64_t>(values.size()) == numel(shape), "from_vector: ", values.size(),
            " values do not fill shape ", shape);
   Tensor x = empty(shape, {dtype_of<T>::value, cpu});
@@ -141,12 +147,12 @@ template Tensor from_vector(const std::vector<std::uint8_t>&, const Shape&, Tens
 
 Strides channels_last_strides(const Shape& s) {
   MT_CHECK(ShapeError, s.rank() == 4, "channels_last_strides: expected [N,C,H,W], got ", s);
-  const std::int64_t c = std::max<std::int64_t>(s[1], 1), h = std::max<std::int64_t>(s[2], 1), w = std::max<std::int64_t>(s[3], 1);
+  const std::int64_t c = std::max<std::int64_t>(s[1], 1), h = std::max<std::int64_t>(s[2], 1),
+                     w = std::max<std::int64_t>(s[3], 1);
   return {h * w * c, 1, w * c, c};
 }
 
-template <class T>
-std::vector<T> Tensor::to_vector() const {
+template <class T> std::vector<T> Tensor::to_vector() const {
   MT_CHECK(AutogradError, defined(), "to_vector: the tensor is undefined");
   Tensor source = *this;
   if (!is_contiguous()) {

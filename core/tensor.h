@@ -33,8 +33,8 @@ struct Storage {
   std::size_t bytes = 0;
   Device device;
   std::atomic<std::uint64_t> version{0};
-  std::shared_ptr<void> owner;           // keeps borrowed memory alive
-  CachingAllocator* allocator = nullptr; // null for borrowed memory
+  std::shared_ptr<void> owner;            // keeps borrowed memory alive
+  CachingAllocator* allocator = nullptr;  // null for borrowed memory
 };
 
 struct TensorOptions {
@@ -45,7 +45,8 @@ struct TensorOptions {
 class Tensor {
  public:
   Tensor() = default;  // undefined: no storage
-  Tensor(std::shared_ptr<Storage> storage, const Shape& shape, const Strides& strides, std::int64_t offset, DType dtype);
+  Tensor(std::shared_ptr<Storage> storage, const Shape& shape, const Strides& strides, std::int64_t offset,
+         DType dtype);
 
   bool defined() const { return storage_ != nullptr; }
   explicit operator bool() const { return defined(); }
@@ -68,9 +69,10 @@ class Tensor {
   bool is_dense() const;
 
   /// Address of element 0. The typed form checks that T matches the dtype.
-  void* data() const { return storage_ ? storage_->data + offset_ * static_cast<std::int64_t>(size_of(dtype_)) : nullptr; }
-  template <class T>
-  T* data() const {
+  void* data() const {
+    return storage_ ? storage_->data + offset_ * static_cast<std::int64_t>(size_of(dtype_)) : nullptr;
+  }
+  template <class T> T* data() const {
     check_type<T>();
     return static_cast<T*>(data());
   }
@@ -91,11 +93,10 @@ class Tensor {
   void register_hook(std::function<Tensor(const Tensor&)> hook) const;
 
   // Reading back waits for the device.
-  double item() const;                  // the value of a one-element tensor
-  template <class T = float>
-  std::vector<T> to_vector() const;     // all elements in row-major order, converted to T
-  Tensor to(Device device) const;       // no copy when already there; not differentiable across devices
-  Tensor to(DType dtype) const;         // differentiable cast; no copy when already of that type
+  double item() const;                                          // the value of a one-element tensor
+  template <class T = float> std::vector<T> to_vector() const;  // all elements in row-major order, converted to T
+  Tensor to(Device device) const;  // no copy when already there; not differentiable across devices
+  Tensor to(DType dtype) const;    // differentiable cast; no copy when already of that type
 
   // Views and copies; differentiable. Defined in autograd/ops_shape.cpp, documented in autograd/ops.h.
   Tensor reshape(const Shape& shape) const;
@@ -123,8 +124,7 @@ class Tensor {
   }
 
  private:
-  template <class T>
-  void check_type() const;
+  template <class T> void check_type() const;
 
   std::shared_ptr<Storage> storage_;
   std::shared_ptr<Node> node_;
@@ -150,13 +150,11 @@ Tensor ones(const Shape& shape, TensorOptions options = {});
 Tensor full(const Shape& shape, double value, TensorOptions options = {});
 Tensor arange(std::int64_t n, TensorOptions options = {DType::i64, {}});
 /// Copies `values` (row-major, numel(shape) of them), converting to options.dtype.
-template <class T>
-Tensor from_vector(const std::vector<T>& values, const Shape& shape, TensorOptions options = {});
+template <class T> Tensor from_vector(const std::vector<T>& values, const Shape& shape, TensorOptions options = {});
 /// Channels-last: logical [N,C,H,W], physical N,H,W,C: the layout that convolutions produce.
 Strides channels_last_strides(const Shape& nchw);
 
-template <class T>
-struct dtype_of;  // the DType of a C++ element type
+template <class T> struct dtype_of;  // the DType of a C++ element type
 template <> struct dtype_of<double> { static constexpr DType value = DType::f64; };
 template <> struct dtype_of<float> { static constexpr DType value = DType::f32; };
 template <> struct dtype_of<float16> { static constexpr DType value = DType::f16; };
@@ -168,8 +166,7 @@ template <> struct dtype_of<std::int32_t> { static constexpr DType value = DType
 template <> struct dtype_of<std::uint8_t> { static constexpr DType value = DType::u8; };
 template <> struct dtype_of<bool> { static constexpr DType value = DType::boolean; };
 
-template <class T>
-void Tensor::check_type() const {
+template <class T> void Tensor::check_type() const {
   MT_CHECK(DTypeError, dtype_ == dtype_of<std::remove_const_t<T>>::value, "data: asked for ",
            name(dtype_of<std::remove_const_t<T>>::value), " of ", *this);
 }

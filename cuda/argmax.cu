@@ -8,8 +8,7 @@
 namespace mantissa {
 namespace {
 
-template <class A>
-struct Candidate {
+template <class A> struct Candidate {
   A value;
   long long index;
   __device__ bool beats(const Candidate& other) const {
@@ -20,8 +19,7 @@ struct Candidate {
   }
 };
 
-template <int kWidth, class A>
-__device__ inline Candidate<A> best_of_lanes(Candidate<A> best) {
+template <int kWidth, class A> __device__ inline Candidate<A> best_of_lanes(Candidate<A> best) {
 #pragma unroll
   for (int offset = kWidth / 2; offset > 0; offset /= 2) {
     const Candidate<A> other{__shfl_xor_sync(0xffffffffu, best.value, offset),
@@ -34,11 +32,10 @@ __device__ inline Candidate<A> best_of_lanes(Candidate<A> best) {
 // Bytes: x once. kGroup threads a result: one, a warp or a block.
 template <int kGroup, class T>
 __global__ void __launch_bounds__(kThreads)
-    argmax_kernel(const T* x, std::int64_t results, std::int64_t n, std::int64_t stride, RowMajor x_at,
-                  RowMajor y_at, std::int64_t* y) {
+    argmax_kernel(const T* x, std::int64_t results, std::int64_t n, std::int64_t stride, RowMajor x_at, RowMajor y_at,
+                  std::int64_t* y) {
   using A = compute_t<T>;
-  const std::int64_t result =
-      static_cast<std::int64_t>(blockIdx.x) * (kThreads / kGroup) + threadIdx.x / kGroup;
+  const std::int64_t result = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kGroup) + threadIdx.x / kGroup;
   if (result >= results) return;
   x += x_at(result);
   Candidate<A> best{-static_cast<A>(__int_as_float(0x7f800000)), LLONG_MAX};
@@ -67,10 +64,8 @@ void CudaBackend::argmax(const Tensor& x, int axis, Tensor& y) {
   const RowMajor x_at(x.view(y.shape(), x.strides(), x.offset())), y_at(y);
   visit_float<CudaTypes>("argmax", x.dtype(), [&]<class T>() {
     const auto launch = [&]<int kGroup>() {
-      argmax_kernel<kGroup>
-          <<<static_cast<unsigned>(ceil_div(results, kThreads / kGroup)), kThreads, 0, stream()>>>(
-              static_cast<const T*>(x.data()), results, n, stride, x_at, y_at,
-              static_cast<std::int64_t*>(y.data()));
+      argmax_kernel<kGroup><<<static_cast<unsigned>(ceil_div(results, kThreads / kGroup)), kThreads, 0, stream()>>>(
+          static_cast<const T*>(x.data()), results, n, stride, x_at, y_at, static_cast<std::int64_t*>(y.data()));
     };
     if (n <= 8 || (stride != 1 && results >= 4096)) {
       launch.template operator()<1>();

@@ -10,9 +10,8 @@
 namespace mantissa {
 namespace {
 
-constexpr std::int64_t kScratch = std::int64_t{256} << 20;  // bytes of scores that exist at a time
-constexpr std::int64_t kFusedElements = std::int64_t{1}
-                                        << 31;  // exclusive bound of offsets in a call of the library
+constexpr std::int64_t kScratch = std::int64_t{256} << 20;      // bytes of scores that exist at a time
+constexpr std::int64_t kFusedElements = std::int64_t{1} << 31;  // exclusive bound of offsets in a call of the library
 
 // ---- the fused kernels ----
 
@@ -78,67 +77,75 @@ void store(CudaBackend& backend, const Tensor& values, Tensor& x) {
     backend.copy(values.view(x.shape(), contiguous_strides(x.shape()), values.offset()), x);
 }
 
-/// Some entries, and some rows of each.
+/// Some entries, some rows of each, and the keys that these see.
 struct Part {
-  std::int64_t entry, entries, row, rows;
+  std::int64_t entry, entries, row, rows, keys;
+  bool first;  // of the parts of these entries
 };
 Tensor part_of(const Tensor& x, const Part& p) {
-  return x.view({p.entries, p.rows, x.size(2)}, x.strides(),
-                x.offset() + p.entry * x.stride(0) + p.row * x.stride(1));
+  return x.view({p.entries, p.rows, x.size(2)}, x.strides(), x.offset() + p.entry * x.stride(0) + p.row * x.stride(1));
 }
-Tensor entries_of(const Tensor& x, const Part& p) { return part_of(x, {p.entry, p.entries, 0, x.size(1)}); }
+Tensor keys_of(const Tensor& x, const Part& p) { return part_of(x, {p.entry, p.entries, 0, p.keys, 0, false}); }
 Tensor transposed(const Tensor& x) {
   return x.view({x.size(0), x.size(2), x.size(1)}, {x.stride(0), x.stride(2), x.stride(1)}, x.offset());
 }
 
-/// Calls f(part) so that the scores of a part fit `bytes`: several whole entries, or some rows of one.
-template <class F>
-void for_parts(std::int64_t entries, std::int64_t rows, std::int64_t keys, DType type, std::int64_t bytes,
-               F&& f) {
-  const std::int64_t row_bytes = std::max<std::int64_t>(keys * static_cast<std::int64_t>(size_of(type)), 1);
-  const std::int64_t fit = std::max<std::int64_t>(bytes / row_bytes, 1);
-  const std::int64_t row_step = std::min(rows, fit), entry_step = std::max<std::int64_t>(fit / rows, 1);
-  for (std::int64_t entry = 0; entry < entries; entry += entry_step)
-    for (std::int64_t row = 0; row < rows; row += row_step)
-      f(Part{entry, std::min(entry_step, entries - entry), row, std::min(row_step, rows - row)});
-}
+/// The scores of q k^T and how they are cut so that a part of them fits `bytes`.
+struct Scores {
+  std::int64_t entries, rows, queries, keys;
+  bool causal;
 
-void composed(CudaBackend& backend, const Tensor& q, const Tensor& k, const Tensor& v,
-              const AttentionOptions& o, Tensor& y, Tensor& lse) {
-  const std::int64_t entries = k.size(0) * k.size(1), keys = k.size(2);
-  const Tensor dq = dense(backend, q, entries), dk = dense(backend, k, entries),
-               dv = dense(backend, v, entries);
+  ScoreRows rows_of(const Part& p) const {
+    return {p.entry * rows + p.row, p.entries * p.rows, p.rows, rows, queries, keys, p.keys, causal};
+  }
+  template <class F> void for_parts(DType type, std::int64_t bytes, F&& f) const {
+    constexpr std::int64_t kCausalRows = 256;
+    const std::int64_t row_bytes = std::max<std::int64_t>(keys * static_cast<std::int64_t>(size_of(type)), 1);
+    const std::int64_t fit = std::max<std::int64_t>(bytes / row_bytes, 1);
+    // Where all rows are of one head, those of the first queries need not meet the last keys.
+    const bool stepped = causal && rows == queries && rows > kCausalRows;
+    const std::int64_t row_step = std::min({rows, fit, stepped ? kCausalRows : rows});
+    const std::int64_t entry_step = row_step < rows && !stepped ? 1 : std::max<std::int64_t>(fit / row_step, 1);
+    for (std::int64_t entry = 0; entry < entries; entry += entry_step) {
+      const std::int64_t some = std::min(entry_step, entries - entry);
+      for (std::int64_t end = rows, begin; end > 0; end = begin) {  // the last rows see all keys
+        begin = (end - 1) / row_step * row_step;
+        f(Part{entry, some, begin, end - begin, stepped ? keys - queries + end : keys, end == rows});
+      }
+    }
+  }
+};
+
+void composed(CudaBackend& backend, const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& o,
+              Tensor& y, Tensor& lse) {
+  const std::int64_t entries = k.size(0) * k.size(1);
+  const Tensor dq = dense(backend, q, entries), dk = dense(backend, k, entries), dv = dense(backend, v, entries);
   const Tensor out = dense_output(y, entries);
-  const std::int64_t rows = dq.size(1);
-  for_parts(entries, rows, keys, dq.dtype(), kScratch, [&](const Part& p) {
-    Tensor scores = empty({p.entries, p.rows, keys}, {dq.dtype(), q.device()}), target = part_of(out, p);
-    backend.matmul(part_of(dq, p), transposed(entries_of(dk, p)), {.alpha = o.scale}, scores);
-    masked_softmax(backend, {p.entry * rows + p.row, p.entries * p.rows, q.size(2), keys, o.causal}, scores,
-                   lse);
-    backend.matmul(scores, entries_of(dv, p), {}, target);
+  const Scores all{entries, dq.size(1), q.size(2), k.size(2), o.causal};
+  all.for_parts(dq.dtype(), kScratch, [&](const Part& p) {
+    Tensor scores = empty({p.entries, p.rows, p.keys}, {dq.dtype(), q.device()}), target = part_of(out, p);
+    backend.matmul(part_of(dq, p), transposed(keys_of(dk, p)), {.alpha = o.scale}, scores);
+    masked_softmax(backend, all.rows_of(p), scores, lse);
+    backend.matmul(scores, keys_of(dv, p), {}, target);
   });
   store(backend, out, y);
 }
 
 void composed_grad(CudaBackend& backend, const Tensor& g, const Tensor& q, const Tensor& k, const Tensor& v,
-                   const Tensor& y, const Tensor& lse, const AttentionOptions& o, Tensor& gq, Tensor& gk,
-                   Tensor& gv) {
-  const std::int64_t entries = k.size(0) * k.size(1), keys = k.size(2);
-  const Tensor dq = dense(backend, q, entries), dk = dense(backend, k, entries),
-               dv = dense(backend, v, entries);
+                   const Tensor& y, const Tensor& lse, const AttentionOptions& o, Tensor& gq, Tensor& gk, Tensor& gv) {
+  const std::int64_t entries = k.size(0) * k.size(1);
+  const Tensor dq = dense(backend, q, entries), dk = dense(backend, k, entries), dv = dense(backend, v, entries);
   const Tensor dg = dense(backend, g, entries), dy = dense(backend, y, entries);
-  const Tensor out_q = dense_output(gq, entries), out_k = dense_output(gk, entries),
-               out_v = dense_output(gv, entries);
-  const std::int64_t rows = dq.size(1);
-  for_parts(entries, rows, keys, dq.dtype(), kScratch / 2, [&](const Part& p) {
-    Tensor scores = empty({p.entries, p.rows, keys}, {dq.dtype(), q.device()}), gp = empty_like(scores);
-    Tensor to_q = part_of(out_q, p), to_k = entries_of(out_k, p), to_v = entries_of(out_v, p);
-    const Tensor part_g = part_of(dg, p), part_q = part_of(dq, p), part_k = entries_of(dk, p);
+  const Tensor out_q = dense_output(gq, entries), out_k = dense_output(gk, entries), out_v = dense_output(gv, entries);
+  const Scores all{entries, dq.size(1), q.size(2), k.size(2), o.causal};
+  all.for_parts(dq.dtype(), kScratch / 2, [&](const Part& p) {
+    Tensor scores = empty({p.entries, p.rows, p.keys}, {dq.dtype(), q.device()}), gp = empty_like(scores);
+    Tensor to_q = part_of(out_q, p), to_k = keys_of(out_k, p), to_v = keys_of(out_v, p);
+    const Tensor part_g = part_of(dg, p), part_q = part_of(dq, p), part_k = keys_of(dk, p);
     backend.matmul(part_q, transposed(part_k), {.alpha = o.scale}, scores);
-    backend.matmul(part_g, transposed(entries_of(dv, p)), {}, gp);
-    masked_softmax_grad(backend, {p.entry * rows + p.row, p.entries * p.rows, q.size(2), keys, o.causal},
-                        o.scale, part_g, part_of(dy, p), lse, scores, gp);
-    const MatmulOptions sum{.accumulate = p.row > 0};  // over the parts of an entry, in order
+    backend.matmul(part_g, transposed(keys_of(dv, p)), {}, gp);
+    masked_softmax_grad(backend, all.rows_of(p), o.scale, part_g, part_of(dy, p), lse, scores, gp);
+    const MatmulOptions sum{.accumulate = !p.first};  // over the parts of an entry, in order
     backend.matmul(transposed(scores), part_g, sum, to_v);
     backend.matmul(gp, part_k, {}, to_q);
     backend.matmul(transposed(gp), part_q, sum, to_k);
@@ -150,8 +157,8 @@ void composed_grad(CudaBackend& backend, const Tensor& g, const Tensor& q, const
 
 }  // namespace
 
-void CudaBackend::attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& o,
-                            Tensor& y, Tensor& lse) {
+void CudaBackend::attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& o, Tensor& y,
+                            Tensor& lse) {
   if (y.numel() == 0) return;
   const detail::OpRange range("attention");
   const MemoryScope scope(MemoryCategory::workspace);
@@ -174,9 +181,8 @@ void CudaBackend::attention(const Tensor& q, const Tensor& k, const Tensor& v, c
   counters.casts = casts;
 }
 
-void CudaBackend::attention_grad(const Tensor& g, const Tensor& q, const Tensor& k, const Tensor& v,
-                                 const Tensor& y, const Tensor& lse, const AttentionOptions& o, Tensor& gq,
-                                 Tensor& gk, Tensor& gv) {
+void CudaBackend::attention_grad(const Tensor& g, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& y,
+                                 const Tensor& lse, const AttentionOptions& o, Tensor& gq, Tensor& gk, Tensor& gv) {
   if (g.numel() == 0 || k.numel() == 0) {  // empty sums
     for (Tensor* x : {&gq, &gk, &gv}) fill(0, *x);
     return;
@@ -195,8 +201,8 @@ void CudaBackend::attention_grad(const Tensor& g, const Tensor& q, const Tensor&
     for (std::int64_t first = 0; done && first < batches; first += step) {
       const auto part = [&](const Tensor& x) { return batches_of(x, first, step); };
       Tensor to_q = part(out_q), to_k = part(out_k), to_v = part(out_v);
-      done = fused_attention_grad(*this, part(fg), part(fq), part(fk), part(fv), part(fy), part(lse), o, to_q,
-                                  to_k, to_v);
+      done =
+          fused_attention_grad(*this, part(fg), part(fq), part(fk), part(fv), part(fy), part(lse), o, to_q, to_k, to_v);
     }
     if (done) {
       finish_output(*this, out_q, gq);

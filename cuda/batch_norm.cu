@@ -35,18 +35,15 @@ struct Tiles {
 };
 
 /// f<kRows>(row) for the rows of this thread within its chunk: kRows at a time, blockDim.y apart.
-template <class F>
-__device__ void for_each_row(const Tiles& t, const F& f) {
+template <class F> __device__ void for_each_row(const Tiles& t, const F& f) {
   const std::int64_t end = blockIdx.y * t.rows_a_chunk + t.rows_of(blockIdx.y);
   std::int64_t row = blockIdx.y * t.rows_a_chunk + threadIdx.y;
-  for (; row + (kTogether - 1) * blockDim.y < end; row += kTogether * blockDim.y)
-    f.template operator()<kTogether>(row);
+  for (; row + (kTogether - 1) * blockDim.y < end; row += kTogether * blockDim.y) f.template operator()<kTogether>(row);
   for (; row < end; row += blockDim.y) f.template operator()<1>(row);
 }
 
 /// V values of each of kRows rows, blockDim.y apart.
-template <int V, int kRows, class T>
-struct Rows {
+template <int V, int kRows, class T> struct Rows {
   Vec<T, V> row[kRows];
   __device__ Rows(const Tiles& t, const T* x, std::int64_t first, std::int64_t channel) {
 #pragma unroll
@@ -57,8 +54,7 @@ struct Rows {
 
 /// Count, mean and biased variance of V channels, merged without cancellation and without squares that
 /// overflow before the variance does (after Chan, Golub and LeVeque 1979).
-template <class A, int V>
-struct Moments {
+template <class A, int V> struct Moments {
   A count = 0, first[V] = {}, second[V] = {};
   __device__ void merge(const Moments& b) {
     if (b.count == A(0)) return;
@@ -71,8 +67,7 @@ struct Moments {
       second[j] += share * (b.second[j] - second[j] + d * (d * (A(1) - share)));
     }
   }
-  template <int kRows, class T>
-  __device__ void add(const Rows<V, kRows, T>& x) {
+  template <int kRows, class T> __device__ void add(const Rows<V, kRows, T>& x) {
     Moments group;
     group.count = A(kRows);
 #pragma unroll
@@ -90,8 +85,7 @@ struct Moments {
 };
 
 /// Sums of g xhat and of g.
-template <class A, int V>
-struct GradSums {
+template <class A, int V> struct GradSums {
   A first[V] = {}, second[V] = {};
   __device__ void merge(const GradSums& b) {
 #pragma unroll
@@ -124,8 +118,7 @@ __device__ void finish_chunk(const Tiles& t, P mine, std::int64_t channel, A* pa
   }
 }
 
-template <int V>
-__device__ std::int64_t first_channel() {
+template <int V> __device__ std::int64_t first_channel() {
   return (static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * V;
 }
 
@@ -155,8 +148,7 @@ __device__ double column_sum(double x) {
 }
 
 /// The sum of f(chunk) over all chunks, shared by the threads of a channel.
-template <class F>
-__device__ double sum_of_chunks(const Tiles& t, bool inside, const F& f) {
+template <class F> __device__ double sum_of_chunks(const Tiles& t, bool inside, const F& f) {
   double sum = 0;
   for (std::int64_t chunk = threadIdx.y; inside && chunk < t.chunks; chunk += kChunkThreads) sum += f(chunk);
   return column_sum(sum);
@@ -165,8 +157,8 @@ __device__ double sum_of_chunks(const Tiles& t, bool inside, const F& f) {
 // One block for 32 channels. Partials are read twice: the mean of all rows comes first.
 template <class A>
 __global__ void __launch_bounds__(kWarp* kChunkThreads)
-    statistics_kernel(Tiles t, const A* partials, double eps, double momentum, A* running_mean,
-                      A* running_var, A* mean, A* rstd) {
+    statistics_kernel(Tiles t, const A* partials, double eps, double momentum, A* running_mean, A* running_var, A* mean,
+                      A* rstd) {
   const std::int64_t channel = first_channel<1>();
   const bool inside = channel < t.channels;
   const double inverse = 1 / static_cast<double>(t.rows);
@@ -198,8 +190,8 @@ __global__ void running_statistics_kernel(std::int64_t channels, const A* runnin
 // Bytes: x once, y once; floor = those / bandwidth.
 template <int V, class T>
 __global__ void __launch_bounds__(kThreads, 3)
-    normalize_kernel(Tiles t, const T* x, const compute_t<T>* w, const compute_t<T>* b,
-                     const compute_t<T>* mean, const compute_t<T>* rstd, T* y) {
+    normalize_kernel(Tiles t, const T* x, const compute_t<T>* w, const compute_t<T>* b, const compute_t<T>* mean,
+                     const compute_t<T>* rstd, T* y) {
   using A = compute_t<T>;
   const std::int64_t channel = first_channel<V>();
   if (channel >= t.channels) return;
@@ -256,15 +248,15 @@ __global__ void __launch_bounds__(kThreads, 3)
 /// `inverse`: 1 / rows in training; 0 when the statistics are fixed and pass no gradient.
 template <class A>
 __global__ void __launch_bounds__(kWarp* kChunkThreads)
-    grad_total_kernel(Tiles t, const A* partials, double inverse, const A* w, const A* mean, const A* rstd,
-                      A* gw, A* gb, A* factors) {
+    grad_total_kernel(Tiles t, const A* partials, double inverse, const A* w, const A* mean, const A* rstd, A* gw,
+                      A* gb, A* factors) {
   const std::int64_t channel = first_channel<1>();
   const bool inside = channel < t.channels;
   const A* mine = partials + channel;
   const double sum_w =
       sum_of_chunks(t, inside, [&](std::int64_t k) { return static_cast<double>(mine[2 * k * t.channels]); });
-  const double sum_b = sum_of_chunks(
-      t, inside, [&](std::int64_t k) { return static_cast<double>(mine[(2 * k + 1) * t.channels]); });
+  const double sum_b =
+      sum_of_chunks(t, inside, [&](std::int64_t k) { return static_cast<double>(mine[(2 * k + 1) * t.channels]); });
   if (!inside || threadIdx.y != 0) return;
   gw[channel] = static_cast<A>(sum_w);
   gb[channel] = static_cast<A>(sum_b);
@@ -295,8 +287,8 @@ __global__ void __launch_bounds__(kThreads, 3)
       Vec<T, V> result;
 #pragma unroll
       for (int j = 0; j < V; ++j)
-        result.v[j] = convert<T>(factor[0][j] * (gradient.at(k, j) - factor[1][j] -
-                                                 (values.at(k, j) - factor[2][j]) * factor[3][j]));
+        result.v[j] = convert<T>(factor[0][j] *
+                                 (gradient.at(k, j) - factor[1][j] - (values.at(k, j) - factor[2][j]) * factor[3][j]));
       store(gx + (row + k * blockDim.y) * t.channels + channel, result);
     }
   });
@@ -315,8 +307,8 @@ void with_vector(std::int64_t channels, F&& f, const Pointers*... pointers) {
 }  // namespace
 
 void CudaBackend::batch_norm(const Tensor& x, const Tensor& w, const Tensor& b, double eps, double momentum,
-                             bool training, Tensor& running_mean, Tensor& running_var, Tensor& y,
-                             Tensor& mean, Tensor& rstd) {
+                             bool training, Tensor& running_mean, Tensor& running_var, Tensor& y, Tensor& mean,
+                             Tensor& rstd) {
   const std::int64_t channels = x.size(1);
   if (channels == 0) return;
   const detail::OpRange range("batch_norm");
@@ -334,11 +326,10 @@ void CudaBackend::batch_norm(const Tensor& x, const Tensor& w, const Tensor& b, 
         auto* partials = static_cast<A*>(scratch.data());
         moments_kernel<V><<<t.grid(), t.block(), 0, stream()>>>(t, px, partials);
         MT_LAUNCHED();
-        statistics_kernel<<<channel_blocks(channels), kChannelBlock, 0, stream()>>>(t, partials, eps,
-                                                                                    momentum, rm, rv, pm, pr);
+        statistics_kernel<<<channel_blocks(channels), kChannelBlock, 0, stream()>>>(t, partials, eps, momentum, rm, rv,
+                                                                                    pm, pr);
       } else {
-        running_statistics_kernel<<<channel_blocks(channels), kWarp, 0, stream()>>>(channels, rm, rv, eps, pm,
-                                                                                    pr);
+        running_statistics_kernel<<<channel_blocks(channels), kWarp, 0, stream()>>>(channels, rm, rv, eps, pm, pr);
       }
       MT_LAUNCHED();
       if (t.rows == 0) return;
@@ -370,8 +361,8 @@ void CudaBackend::batch_norm_grad(const Tensor& g, const Tensor& x, const Tensor
         MT_LAUNCHED();
       }
       const double inverse = training && t.rows > 0 ? 1 / static_cast<double>(t.rows) : 0;
-      grad_total_kernel<<<channel_blocks(channels), kChannelBlock, 0, stream()>>>(t, partials, inverse, pw,
-                                                                                  pm, pr, pgw, pgb, factors);
+      grad_total_kernel<<<channel_blocks(channels), kChannelBlock, 0, stream()>>>(t, partials, inverse, pw, pm, pr, pgw,
+                                                                                  pgb, factors);
       MT_LAUNCHED();
       if (t.rows == 0) return;
       grad_kernel<V><<<t.grid(), t.block(), 0, stream()>>>(t, pg, px, factors, pgx);

@@ -4,20 +4,15 @@
 namespace mantissa {
 namespace {
 
-template <class Op, int kOperand>
-struct Gradient {
+template <class Op, int kOperand> struct Gradient {
   Op op;
-  template <class A>
-  __device__ A operator()(A g, A a, A b) const {
+  template <class A> __device__ A operator()(A g, A a, A b) const {
     if constexpr (kOperand == 0)
       return op.grad_a(g, a, b);
     else
       return op.grad_b(g, a, b);
   }
-  template <class A>
-  __device__ A operator()(A g) const {
-    return (*this)(g, A(0), A(0));
-  }
+  template <class A> __device__ A operator()(A g) const { return (*this)(g, A(0), A(0)); }
 };
 
 template <int kOperand, class Op>
@@ -34,8 +29,8 @@ void launch(CudaBackend& backend, Op op, const Tensor& g, const Tensor& a, const
 
 }  // namespace
 
-void CudaBackend::binary_grad(const BinaryOp& variant, int operand, const Tensor& g, const Tensor& a,
-                              const Tensor& b, Tensor& gx) {
+void CudaBackend::binary_grad(const BinaryOp& variant, int operand, const Tensor& g, const Tensor& a, const Tensor& b,
+                              Tensor& gx) {
   std::visit(
       [&](auto op) {
         const detail::OpRange range(op.name);

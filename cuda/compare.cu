@@ -4,8 +4,7 @@
 namespace mantissa {
 namespace {
 
-template <class T>
-struct Compare {
+template <class T> struct Compare {
   bool less, equal, greater, negate;
   explicit Compare(CompareOp op)
       : less(op == CompareOp::less || op == CompareOp::less_equal),
@@ -21,14 +20,12 @@ struct Compare {
       return test(x, y);
     }
   }
-  template <class A>
-  __device__ bool test(A a, A b) const {
+  template <class A> __device__ bool test(A a, A b) const {
     return ((less && a < b) || (equal && a == b) || (greater && a > b)) != negate;
   }
 };
 
-template <class Bits>
-struct Select {
+template <class Bits> struct Select {
   __device__ Bits operator()(bool condition, Bits a, Bits b) const { return condition ? a : b; }
 };
 
@@ -36,9 +33,8 @@ struct Select {
 
 void CudaBackend::compare(CompareOp op, const Tensor& a, const Tensor& b, Tensor& y) {
   const detail::OpRange range("compare");
-  visit_all<CudaTypes>("compare", a.dtype(), [&]<class T>() {
-    map<MapPaths::kStrided, bool, T, T>(*this, Compare<T>(op), y, a, b);
-  });
+  visit_all<CudaTypes>("compare", a.dtype(),
+                       [&]<class T>() { map<MapPaths::kStrided, bool, T, T>(*this, Compare<T>(op), y, a, b); });
 }
 
 void CudaBackend::where(const Tensor& condition, const Tensor& a, const Tensor& b, Tensor& y) {

@@ -35,8 +35,7 @@ struct ProblemHash {
 };
 
 /// Owns a descriptor of the library.
-template <class T, auto kCreate, auto kDestroy>
-class Descriptor {
+template <class T, auto kCreate, auto kDestroy> class Descriptor {
  public:
   Descriptor() { MT_CUDNN_CHECK(kCreate(&value_)); }
   ~Descriptor() { kDestroy(value_); }
@@ -47,12 +46,10 @@ class Descriptor {
  private:
   T value_ = nullptr;
 };
-using TensorDescriptor =
-    Descriptor<cudnnTensorDescriptor_t, cudnnCreateTensorDescriptor, cudnnDestroyTensorDescriptor>;
-using FilterDescriptor =
-    Descriptor<cudnnFilterDescriptor_t, cudnnCreateFilterDescriptor, cudnnDestroyFilterDescriptor>;
-using ConvolutionDescriptor = Descriptor<cudnnConvolutionDescriptor_t, cudnnCreateConvolutionDescriptor,
-                                         cudnnDestroyConvolutionDescriptor>;
+using TensorDescriptor = Descriptor<cudnnTensorDescriptor_t, cudnnCreateTensorDescriptor, cudnnDestroyTensorDescriptor>;
+using FilterDescriptor = Descriptor<cudnnFilterDescriptor_t, cudnnCreateFilterDescriptor, cudnnDestroyFilterDescriptor>;
+using ConvolutionDescriptor =
+    Descriptor<cudnnConvolutionDescriptor_t, cudnnCreateConvolutionDescriptor, cudnnDestroyConvolutionDescriptor>;
 
 cudnnDataType_t cudnn_type(DType dtype) {
   switch (dtype) {
@@ -92,9 +89,9 @@ class Plan {
     MT_CUDNN_CHECK(cudnnSetTensor4dDescriptor(x_, layout, type, p.n, p.c, p.h, p.w));
     MT_CUDNN_CHECK(cudnnSetTensor4dDescriptor(y_, layout, type, p.n, p.o, p.oh, p.ow));
     MT_CUDNN_CHECK(cudnnSetFilter4dDescriptor(w_, type, layout, p.o, p.c / p.groups, p.kh, p.kw));
-    MT_CUDNN_CHECK(cudnnSetConvolution2dDescriptor(
-        convolution_, p.padding[0], p.padding[1], p.stride[0], p.stride[1], p.dilation[0], p.dilation[1],
-        CUDNN_CROSS_CORRELATION, type == CUDNN_DATA_DOUBLE ? CUDNN_DATA_DOUBLE : CUDNN_DATA_FLOAT));
+    MT_CUDNN_CHECK(cudnnSetConvolution2dDescriptor(convolution_, p.padding[0], p.padding[1], p.stride[0], p.stride[1],
+                                                   p.dilation[0], p.dilation[1], CUDNN_CROSS_CORRELATION,
+                                                   type == CUDNN_DATA_DOUBLE ? CUDNN_DATA_DOUBLE : CUDNN_DATA_FLOAT));
     MT_CUDNN_CHECK(cudnnSetConvolutionGroupCount(convolution_, p.groups));
     // FMA_MATH keeps f32 products in f32; the default may use TF32. No type is ever narrowed to f16.
     math_ = is_low_precision(static_cast<DType>(p.dtype)) ? CUDNN_TENSOR_OP_MATH
@@ -107,8 +104,7 @@ class Plan {
   bool usable() const { return !algorithms_.empty(); }
 
   /// False when no algorithm takes the problem after all.
-  bool run(cudnnHandle_t handle, CudaBackend& backend, const void* alpha, void* x, void* w, void* y,
-           const void* beta) {
+  bool run(cudnnHandle_t handle, CudaBackend& backend, const void* alpha, void* x, void* w, void* y, const void* beta) {
     for (; usable(); algorithms_.erase(algorithms_.begin())) {
       const Algorithm a = algorithms_.front();
       const Tensor scratch = backend.workspace(a.workspace);
@@ -132,19 +128,16 @@ class Plan {
         });
       case Direction::grad_input:
         return collect<cudnnConvolutionBwdDataAlgoPerf_t>([&](int most, int* count, auto* found) {
-          return cudnnGetConvolutionBackwardDataAlgorithm_v7(handle, w_, y_, convolution_, x_, most, count,
-                                                             found);
+          return cudnnGetConvolutionBackwardDataAlgorithm_v7(handle, w_, y_, convolution_, x_, most, count, found);
         });
       case Direction::grad_weight:
         return collect<cudnnConvolutionBwdFilterAlgoPerf_t>([&](int most, int* count, auto* found) {
-          return cudnnGetConvolutionBackwardFilterAlgorithm_v7(handle, x_, y_, convolution_, w_, most, count,
-                                                               found);
+          return cudnnGetConvolutionBackwardFilterAlgorithm_v7(handle, x_, y_, convolution_, w_, most, count, found);
         });
     }
   }
 
-  template <class Perf, class Propose>
-  void collect(const Propose& propose) {
+  template <class Perf, class Propose> void collect(const Propose& propose) {
     constexpr int kMost = 16;
     Perf found[kMost];
     int count = 0;
@@ -167,16 +160,15 @@ class Plan {
     switch (direction_) {
       case Direction::forward:
         return cudnnConvolutionForward(handle, alpha, x_, x, w_, w, convolution_,
-                                       static_cast<cudnnConvolutionFwdAlgo_t>(a.id), scratch, a.workspace,
-                                       beta, y_, y);
+                                       static_cast<cudnnConvolutionFwdAlgo_t>(a.id), scratch, a.workspace, beta, y_, y);
       case Direction::grad_input:
         return cudnnConvolutionBackwardData(handle, alpha, w_, w, y_, y, convolution_,
-                                            static_cast<cudnnConvolutionBwdDataAlgo_t>(a.id), scratch,
-                                            a.workspace, beta, x_, x);
+                                            static_cast<cudnnConvolutionBwdDataAlgo_t>(a.id), scratch, a.workspace,
+                                            beta, x_, x);
       default:
         return cudnnConvolutionBackwardFilter(handle, alpha, x_, x, y_, y, convolution_,
-                                              static_cast<cudnnConvolutionBwdFilterAlgo_t>(a.id), scratch,
-                                              a.workspace, beta, w_, w);
+                                              static_cast<cudnnConvolutionBwdFilterAlgo_t>(a.id), scratch, a.workspace,
+                                              beta, w_, w);
     }
   }
 
@@ -220,8 +212,7 @@ namespace {
 constexpr std::int64_t kMostElements = (std::int64_t{1} << 31) - 1;  // of a tensor that the library takes
 
 std::int32_t small(std::int64_t n) {
-  MT_CHECK(ShapeError, n >= 0 && n <= kMostElements, "conv2d: a size of ", n,
-           " is more than the GPU library takes");
+  MT_CHECK(ShapeError, n >= 0 && n <= kMostElements, "conv2d: a size of ", n, " is more than the GPU library takes");
   return static_cast<std::int32_t>(n);
 }
 
@@ -232,9 +223,7 @@ struct Call {
   const Conv2dOptions& options;
   bool accumulate;
 
-  int output() const {
-    return direction == Direction::forward ? 2 : direction == Direction::grad_input ? 0 : 1;
-  }
+  int output() const { return direction == Direction::forward ? 2 : direction == Direction::grad_input ? 0 : 1; }
 };
 
 /// What the library is asked for: a layout, and the dtype of all three tensors.
@@ -267,8 +256,7 @@ Problem problem_of(const Call& call, const Variant& variant) {
 
 /// Whether the library can read the tensor in place: its vector loads need addresses of whole 16 bytes.
 bool fits(const Tensor& x, const Variant& variant) {
-  return !variant.channels_first && x.dtype() == variant.dtype &&
-         reinterpret_cast<std::uintptr_t>(x.data()) % 16 == 0;
+  return !variant.channels_first && x.dtype() == variant.dtype && reinterpret_cast<std::uintptr_t>(x.data()) % 16 == 0;
 }
 
 /// False when the library refuses the variant. Tensors that do not fit it are copied.
@@ -320,8 +308,7 @@ void run(CudaBackend& backend, const Call& call, bool tf32) {
 }
 
 /// f(x's part, y's part, first) for runs of images in which neither has more than `most` elements.
-template <class F>
-void for_each_part(const Tensor& x, const Tensor& y, std::int64_t most, const F& f) {
+template <class F> void for_each_part(const Tensor& x, const Tensor& y, std::int64_t most, const F& f) {
   const std::int64_t n = x.size(0), image = std::max(x.numel(), y.numel()) / n;
   const std::int64_t step = std::clamp<std::int64_t>(most / image, 1, n);
   for (std::int64_t first = 0; first < n; first += step) {
@@ -347,8 +334,7 @@ void CudaBackend::conv2d(const Tensor& x, const Tensor& w, const Conv2dOptions& 
   });
 }
 
-void CudaBackend::conv2d_grad_input(const Tensor& g, const Tensor& w, const Conv2dOptions& options,
-                                    Tensor& gx) {
+void CudaBackend::conv2d_grad_input(const Tensor& g, const Tensor& w, const Conv2dOptions& options, Tensor& gx) {
   if (gx.numel() == 0) return;
   const detail::OpRange range("conv2d_grad_input");
   if (g.numel() == 0 || w.numel() == 0) return fill(0, gx);
@@ -357,8 +343,8 @@ void CudaBackend::conv2d_grad_input(const Tensor& g, const Tensor& w, const Conv
   });
 }
 
-void CudaBackend::conv2d_grad_weight(const Tensor& g, const Tensor& x, const Conv2dOptions& options,
-                                     bool accumulate, Tensor& gw) {
+void CudaBackend::conv2d_grad_weight(const Tensor& g, const Tensor& x, const Conv2dOptions& options, bool accumulate,
+                                     Tensor& gw) {
   if (gw.numel() == 0) return;
   const detail::OpRange range("conv2d_grad_weight");
   if (g.numel() == 0 || x.numel() == 0) {
@@ -368,8 +354,7 @@ void CudaBackend::conv2d_grad_weight(const Tensor& g, const Tensor& x, const Con
   const bool one_call = std::max(x.numel(), g.numel()) <= kMostElements;
   if (gw.dtype() == x.dtype() && (one_call || !is_low_precision(x.dtype()))) {
     for_each_part(x, g, kMostElements, [&](const Tensor& images, const Tensor& gradient, std::int64_t first) {
-      run(*this, {Direction::grad_weight, {&images, &gw, &gradient}, options, accumulate || first > 0},
-          use_tf32());
+      run(*this, {Direction::grad_weight, {&images, &gw, &gradient}, options, accumulate || first > 0}, use_tf32());
     });
     return;
   }

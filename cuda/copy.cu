@@ -8,41 +8,29 @@ namespace mantissa {
 namespace {
 
 struct Identity {
-  template <class T>
-  __device__ T operator()(T x) const {
-    return x;
-  }
+  template <class T> __device__ T operator()(T x) const { return x; }
 };
 
-template <class Bits>
-struct Constant {
+template <class Bits> struct Constant {
   Bits value;
   __device__ Bits operator()() const { return value; }
 };
 
-template <class To>
-struct Convert {
-  template <class From>
-  __device__ To operator()(From x) const {
-    return convert<To>(x);
-  }
+template <class To> struct Convert {
+  template <class From> __device__ To operator()(From x) const { return convert<To>(x); }
 };
 
-template <class To>
-struct Accumulate {
-  template <class From>
-  __device__ To operator()(To y, From x) const {
+template <class To> struct Accumulate {
+  template <class From> __device__ To operator()(To y, From x) const {
     using A = std::conditional_t<std::is_same_v<From, double>, double, compute_t<To>>;
     return convert<To>(convert<A>(y) + convert<A>(x));
   }
 };
 
 /// One tile of a copy whose operands are contiguous along different axes: x along `t`, y along `i`.
-template <class T>
-struct Transpose {
+template <class T> struct Transpose {
   static constexpr int kTile = sizeof(T) >= 4 ? 32 : 64;
-  static constexpr int kPad =
-      sizeof(T) >= 4 ? 1 : 4 / static_cast<int>(sizeof(T));  // an odd number of banks a row
+  static constexpr int kPad = sizeof(T) >= 4 ? 1 : 4 / static_cast<int>(sizeof(T));  // an odd number of banks a row
   static constexpr int kRows = 8;
   std::int64_t i_size, t_size, x_stride, y_stride;  // x at i x_stride + t, y at t y_stride + i
   std::uint32_t i_tiles, t_tiles;
@@ -51,8 +39,7 @@ struct Transpose {
 
 // Bytes: x and y once. Rows of a tile are 64 to 256 bytes, read and written whole; shared memory turns it.
 template <class T>
-__global__ void __launch_bounds__(kWarp* Transpose<T>::kRows)
-    transpose_kernel(Transpose<T> p, T* y, const T* x) {
+__global__ void __launch_bounds__(kWarp* Transpose<T>::kRows) transpose_kernel(Transpose<T> p, T* y, const T* x) {
   constexpr int kTile = Transpose<T>::kTile, kRows = Transpose<T>::kRows;
   __shared__ T tile[kTile][kTile + Transpose<T>::kPad];
   const std::uint32_t i_tile = blockIdx.x % p.i_tiles, rest = blockIdx.x / p.i_tiles;
@@ -90,8 +77,7 @@ __global__ void __launch_bounds__(kWarp* Transpose<T>::kRows)
 }
 
 /// Runs the tiled kernel when it fits the strides.
-template <class T>
-bool try_transpose(CudaBackend& backend, const StridedPlan<2>& plan, T* y, const T* x) {
+template <class T> bool try_transpose(CudaBackend& backend, const StridedPlan<2>& plan, T* y, const T* x) {
   const int inner = plan.rank - 1;
   if (plan.rank < 2 || plan.strides[1][inner] != 1 || plan.strides[0][inner] == 1) return false;
   int axis = inner;
@@ -113,8 +99,7 @@ bool try_transpose(CudaBackend& backend, const StridedPlan<2>& plan, T* y, const
     batch.sizes[0] = 1;
   }
   constexpr int kTile = Transpose<T>::kTile;
-  const std::int64_t i_tiles = ceil_div(plan.sizes[inner], kTile),
-                     t_tiles = ceil_div(plan.sizes[axis], kTile);
+  const std::int64_t i_tiles = ceil_div(plan.sizes[inner], kTile), t_tiles = ceil_div(plan.sizes[axis], kTile);
   const std::int64_t blocks = i_tiles * t_tiles * batch.numel;
   if (blocks >= kMaxUnits) return false;
   const Transpose<T> p{plan.sizes[inner],
@@ -134,9 +119,9 @@ bool try_transpose(CudaBackend& backend, const StridedPlan<2>& plan, T* y, const
 template <class From, class To>
 inline constexpr bool converts_often =
     !std::is_same_v<To, std::uint8_t> &&
-    (std::is_same_v<To, float> || std::is_same_v<To, __half> || std::is_same_v<To, __nv_bfloat16>)&&(
-        std::is_same_v<From, float> || std::is_same_v<From, __half> || std::is_same_v<From, __nv_bfloat16> ||
-        std::is_same_v<From, std::uint8_t>);
+    (std::is_same_v<To, float> || std::is_same_v<To, __half> ||
+     std::is_same_v<To, __nv_bfloat16>)&&(std::is_same_v<From, float> || std::is_same_v<From, __half> ||
+                                          std::is_same_v<From, __nv_bfloat16> || std::is_same_v<From, std::uint8_t>);
 
 struct HostTypes {
   using f16 = float16;
@@ -173,9 +158,8 @@ void CudaBackend::fill(double value, Tensor& y) {
     ++counters.launches;
     return;
   }
-  visit_bits(y.dtype(), [&]<class Bits>() {
-    map<MapPaths::kStrided, Bits>(*this, Constant<Bits>{static_cast<Bits>(bits)}, y);
-  });
+  visit_bits(y.dtype(),
+             [&]<class Bits>() { map<MapPaths::kStrided, Bits>(*this, Constant<Bits>{static_cast<Bits>(bits)}, y); });
 }
 
 void CudaBackend::copy(const Tensor& x, Tensor& y) {
@@ -183,8 +167,7 @@ void CudaBackend::copy(const Tensor& x, Tensor& y) {
   if (y.numel() == 0) return;
   if (x.dtype() == y.dtype()) {
     visit_bits(y.dtype(), [&]<class Bits>() {
-      if (try_transpose(*this, make_plan<2>(y.shape(), {&x, &y}), data_as<Bits>(y), data_as<const Bits>(x)))
-        return;
+      if (try_transpose(*this, make_plan<2>(y.shape(), {&x, &y}), data_as<Bits>(y), data_as<const Bits>(x))) return;
       map<MapPaths::kRows, Bits, Bits>(*this, Identity{}, y, x);
     });
     return;

@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kBlock)
 // One block, so that the order of the sum is fixed. Bytes: row_loss and targets once, a small part of the
 // whole.
 template <class A, class Index>
-__global__ void __launch_bounds__(1024) mean_loss_kernel(const A* row_loss, const Index* targets,
-                                                         std::int64_t n, Target rule, A* loss, A* count) {
+__global__ void __launch_bounds__(1024)
+    mean_loss_kernel(const A* row_loss, const Index* targets, std::int64_t n, Target rule, A* loss, A* count) {
   double sum = 0, counted = 0;
   for (std::int64_t i = threadIdx.x; i < n; i += 1024) {
     sum += static_cast<double>(row_loss[i]);
@@ -107,8 +107,7 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-template <class F>
-void visit_types(const char* op, const Tensor& x, const Tensor& targets, F&& f) {
+template <class F> void visit_types(const char* op, const Tensor& x, const Tensor& targets, F&& f) {
   visit_float<CudaTypes>(op, x.dtype(), [&]<class T>() {
     visit_index(op, targets.dtype(), [&]<class Index>() { f.template operator()<T, Index>(); });
   });
@@ -122,8 +121,7 @@ void CudaBackend::cross_entropy(const Tensor& x, const Tensor& targets, const Cr
   const std::int64_t n = x.size(0), classes = x.size(1);
   const Target rule{classes, options.ignore_index};
   const DType compute = compute_dtype(x.dtype());
-  MT_ASSERT(loss.dtype() == compute && lse.dtype() == compute && count.dtype() == compute,
-            "cross_entropy of ", x);
+  MT_ASSERT(loss.dtype() == compute && lse.dtype() == compute && count.dtype() == compute, "cross_entropy of ", x);
   const Tensor row_loss = workspace(static_cast<std::size_t>(n) * size_of(compute));
   visit_types("cross_entropy", x, targets, [&]<class T, class Index>() {
     using A = compute_t<T>;
@@ -148,8 +146,8 @@ void CudaBackend::cross_entropy(const Tensor& x, const Tensor& targets, const Cr
 }
 
 void CudaBackend::cross_entropy_grad(const Tensor& g, const Tensor& x, const Tensor& targets,
-                                     const CrossEntropyOptions& options, const Tensor& lse,
-                                     const Tensor& count, Tensor& gx) {
+                                     const CrossEntropyOptions& options, const Tensor& lse, const Tensor& count,
+                                     Tensor& gx) {
   const detail::OpRange range("cross_entropy_grad");
   if (x.numel() == 0) return;
   const std::int64_t n = x.size(0), classes = x.size(1);
@@ -168,8 +166,7 @@ void CudaBackend::cross_entropy_grad(const Tensor& g, const Tensor& x, const Ten
           static_cast<const A*>(count.data()), part, to);
       MT_LAUNCHED();
     };
-    from == to || aligned_alike(from, to) ? run.template operator()<kVector<T>>()
-                                          : run.template operator()<1>();
+    from == to || aligned_alike(from, to) ? run.template operator()<kVector<T>>() : run.template operator()<1>();
   });
 }
 

@@ -117,11 +117,10 @@ class DeviceMemory final : public CachingAllocator::Source {
   }
   std::string describe() const override {
     std::size_t free = 0, total = 0;
-    if (cudaMemGetInfo(&free, &total) != cudaSuccess)
-      return "the driver does not say how much memory is free";
+    if (cudaMemGetInfo(&free, &total) != cudaSuccess) return "the driver does not say how much memory is free";
     char text[96];
-    std::snprintf(text, sizeof text, "%.1f MiB free of %.1f MiB on the device",
-                  static_cast<double>(free) / (1 << 20), static_cast<double>(total) / (1 << 20));
+    std::snprintf(text, sizeof text, "%.1f MiB free of %.1f MiB on the device", static_cast<double>(free) / (1 << 20),
+                  static_cast<double>(total) / (1 << 20));
     return text;
   }
 
@@ -145,8 +144,7 @@ class PinnedPool {
       const cudaError_t status = cudaHostAlloc(&block.data, size, cudaHostAllocDefault);
       if (status == cudaErrorMemoryAllocation) {
         cudaGetLastError();
-        MT_THROW(OutOfMemoryError, "pinned_storage: the system refused ", size,
-                 " bytes of page-locked host memory");
+        MT_THROW(OutOfMemoryError, "pinned_storage: the system refused ", size, " bytes of page-locked host memory");
       }
       MT_CUDA_CHECK(status);
       MT_CUDA_CHECK(cudaEventCreateWithFlags(&block.done, cudaEventDisableTiming));
@@ -216,21 +214,18 @@ cudaDeviceProp check_device(int index) {
   const std::string reason = cuda_unavailable_reason();
   MT_CHECK(DeviceError, reason.empty(), "cuda:", index, ": ", reason);
   const int count = cuda_device_count();
-  MT_CHECK(DeviceError, index >= 0 && index < count, "cuda:", index, ": this machine has ", count,
-           " usable GPU(s)");
+  MT_CHECK(DeviceError, index >= 0 && index < count, "cuda:", index, ": this machine has ", count, " usable GPU(s)");
   cudaDeviceProp p{};
   MT_CUDA_CHECK(cudaGetDeviceProperties(&p, index));
   MT_CHECK(DeviceError, p.major >= 8, "cuda:", index, ": ", static_cast<const char*>(p.name),
-           " has compute capability ", p.major, ".", p.minor,
-           "; 8.0 (Ampere) or newer is required, for bf16 and TF32");
+           " has compute capability ", p.major, ".", p.minor, "; 8.0 (Ampere) or newer is required, for bf16 and TF32");
   activate(index);
   MT_CHECK(DeviceError, kernels_run_here(), "cuda:", index, ": this build has no kernels for ",
            static_cast<const char*>(p.name), " (compute capability ", p.major, ".", p.minor,
            "); rebuild with -DCMAKE_CUDA_ARCHITECTURES=", p.major, p.minor);
   const auto cublas = static_cast<int>(cublasLtGetVersion());
   MT_CHECK(DeviceError, cublas / 10000 == CUBLAS_VERSION / 10000, "cuda:", index, ": found cuBLASLt ",
-           detail::version(cublas, 10000, 100), "; this build needs ",
-           detail::version(CUBLAS_VERSION, 10000, 100));
+           detail::version(cublas, 10000, 100), "; this build needs ", detail::version(CUBLAS_VERSION, 10000, 100));
   const auto cudnn = static_cast<int>(cudnnGetVersion());
   MT_CHECK(DeviceError, cudnn / 10000 == CUDNN_MAJOR && cudnn >= 90000, "cuda:", index, ": found cuDNN ",
            detail::version(cudnn, 10000, 100), "; this build needs ", CUDNN_MAJOR, ".", CUDNN_MINOR);
@@ -286,7 +281,8 @@ Tensor CudaBackend::constant(const void* source, std::size_t bytes) {
 }
 
 void CudaBackend::synchronize() {
-  MT_CHECK(AutogradError, !recording(), "recording: this step waits for the device (item(), to_vector(), printing, a StepResult, checks): "
+  MT_CHECK(AutogradError, !recording(),
+           "recording: this step waits for the device (item(), to_vector(), printing, a StepResult, checks): "
            "do that outside the recorded step");
   ++counters.synchronizations;
   MT_CUDA_CHECK(cudaStreamSynchronize(stream()));
@@ -307,7 +303,8 @@ void CudaBackend::copy_from_host(const void* source, Tensor& y) {
   MT_CUDA_CHECK(cudaPointerGetAttributes(&attributes, source));
   std::shared_ptr<void> staging;
   if (attributes.type == cudaMemoryTypeUnregistered) {
-    if (bytes <= kStagingLimit || recording()) {  // small pageable memory goes through a pinned block, so that nobody waits
+    if (bytes <= kStagingLimit ||
+        recording()) {  // small pageable memory goes through a pinned block, so that nobody waits
       staging = pinned_->allocate(pinned_, bytes);
       std::memcpy(staging.get(), source, bytes);
       source = staging.get();
@@ -350,9 +347,8 @@ const Devices& devices() {
     if (driver == 0) {
       d.reason = "no NVIDIA driver is installed, or it is not running";
     } else if (status == cudaErrorInsufficientDriver) {
-      d.reason = "the driver supports CUDA " + detail::version(driver, 1000, 10) +
-                 ", but this build needs CUDA " + detail::version(CUDART_VERSION, 1000, 10) +
-                 "; update the driver";
+      d.reason = "the driver supports CUDA " + detail::version(driver, 1000, 10) + ", but this build needs CUDA " +
+                 detail::version(CUDART_VERSION, 1000, 10) + "; update the driver";
     } else if (status == cudaSuccess || status == cudaErrorNoDevice) {
       d.reason = "the driver is there, but no GPU is visible (is CUDA_VISIBLE_DEVICES set?)";
     } else {

@@ -10,10 +10,10 @@
 
 namespace mantissa {
 
-class PinnedPool;    // cuda/cuda_backend.cpp: host memory for copies that do not wait
-struct MatmulCache;  // cuda/matmul.cpp: the algorithm chosen for each shape
-struct UpdateCache;  // cuda/optimizer.cu: pointer tables of multi-tensor launches
-class CudaRecording; // cuda/recording.cpp: a CUDA graph
+class PinnedPool;     // cuda/cuda_backend.cpp: host memory for copies that do not wait
+struct MatmulCache;   // cuda/matmul.cpp: the algorithm chosen for each shape
+struct UpdateCache;   // cuda/optimizer.cu: pointer tables of multi-tensor launches
+class CudaRecording;  // cuda/recording.cpp: a CUDA graph
 
 class CudaBackend final : public Backend {
  public:
@@ -65,43 +65,37 @@ class CudaBackend final : public Backend {
   void softmax_grad(const Tensor& g, const Tensor& y, bool log, Tensor& gx) override;
   void cross_entropy(const Tensor& x, const Tensor& targets, const CrossEntropyOptions& options, Tensor& loss,
                      Tensor& lse, Tensor& count) override;
-  void cross_entropy_grad(const Tensor& g, const Tensor& x, const Tensor& targets,
-                          const CrossEntropyOptions& options, const Tensor& lse, const Tensor& count,
-                          Tensor& gx) override;
-  void norm(NormKind kind, const Tensor& x, const Tensor& residual, const Tensor& w, const Tensor& b,
-            double eps, Tensor& sum, Tensor& y, Tensor& mean, Tensor& rstd) override;
+  void cross_entropy_grad(const Tensor& g, const Tensor& x, const Tensor& targets, const CrossEntropyOptions& options,
+                          const Tensor& lse, const Tensor& count, Tensor& gx) override;
+  void norm(NormKind kind, const Tensor& x, const Tensor& residual, const Tensor& w, const Tensor& b, double eps,
+            Tensor& sum, Tensor& y, Tensor& mean, Tensor& rstd) override;
   void norm_grad(NormKind kind, const Tensor& g, const Tensor& g_sum, const Tensor& x, const Tensor& w,
-                 const Tensor& mean, const Tensor& rstd, bool accumulate, Tensor& gx, Tensor& gw,
-                 Tensor& gb) override;
+                 const Tensor& mean, const Tensor& rstd, bool accumulate, Tensor& gx, Tensor& gw, Tensor& gb) override;
   void embedding(const Tensor& ids, const Tensor& w, Tensor& y) override;
   void embedding_grad(const Tensor& g, const Tensor& ids, bool accumulate, Tensor& gw) override;
   void gather(const Tensor& x, int axis, const Tensor& index, Tensor& y) override;
   void scatter_add(const Tensor& x, int axis, const Tensor& index, Tensor& y) override;
-  bool indices_in_range(const Tensor& index, std::int64_t low, std::int64_t high,
-                        std::int64_t ignored) override;
-  void attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options,
-                 Tensor& y, Tensor& lse) override;
+  bool indices_in_range(const Tensor& index, std::int64_t low, std::int64_t high, std::int64_t ignored) override;
+  void attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options, Tensor& y,
+                 Tensor& lse) override;
   void attention_grad(const Tensor& g, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& y,
-                      const Tensor& lse, const AttentionOptions& options, Tensor& gq, Tensor& gk,
-                      Tensor& gv) override;
+                      const Tensor& lse, const AttentionOptions& options, Tensor& gq, Tensor& gk, Tensor& gv) override;
   void conv2d(const Tensor& x, const Tensor& w, const Conv2dOptions& options, Tensor& y) override;
   void conv2d_grad_input(const Tensor& g, const Tensor& w, const Conv2dOptions& options, Tensor& gx) override;
   void conv2d_grad_weight(const Tensor& g, const Tensor& x, const Conv2dOptions& options, bool accumulate,
                           Tensor& gw) override;
   void pool2d(Pooling kind, const Tensor& x, const Pool2dOptions& options, Tensor& y) override;
-  void pool2d_grad(Pooling kind, const Tensor& g, const Tensor& x, const Tensor& y,
-                   const Pool2dOptions& options, Tensor& gx) override;
-  void batch_norm(const Tensor& x, const Tensor& w, const Tensor& b, double eps, double momentum,
-                  bool training, Tensor& running_mean, Tensor& running_var, Tensor& y, Tensor& mean,
-                  Tensor& rstd) override;
-  void batch_norm_grad(const Tensor& g, const Tensor& x, const Tensor& w, const Tensor& mean,
-                       const Tensor& rstd, bool training, Tensor& gx, Tensor& gw, Tensor& gb) override;
+  void pool2d_grad(Pooling kind, const Tensor& g, const Tensor& x, const Tensor& y, const Pool2dOptions& options,
+                   Tensor& gx) override;
+  void batch_norm(const Tensor& x, const Tensor& w, const Tensor& b, double eps, double momentum, bool training,
+                  Tensor& running_mean, Tensor& running_var, Tensor& y, Tensor& mean, Tensor& rstd) override;
+  void batch_norm_grad(const Tensor& g, const Tensor& x, const Tensor& w, const Tensor& mean, const Tensor& rstd,
+                       bool training, Tensor& gx, Tensor& gw, Tensor& gb) override;
   void check_gradients(std::span<const Tensor> gradients, StepState* state) override;
-  void decide(const StepRules* rules, StepState* optimizer, ScaleState* scale, bool update_scale) override;
-  void sgd_update(std::span<const UpdateTensor> tensors, const SgdRule& rule,
-                  const StepState* state) override;
-  void adam_update(std::span<const UpdateTensor> tensors, const AdamRule& rule,
-                   const StepState* state) override;
+  void decide(const StepRules* rules, StepState* optimizer, ScaleState* scale, bool update_scale, StepState* mirror,
+              ScaleState* scale_mirror) override;
+  void sgd_update(std::span<const UpdateTensor> tensors, const SgdRule& rule, const StepState* state) override;
+  void adam_update(std::span<const UpdateTensor> tensors, const AdamRule& rule, const StepState* state) override;
   void restore_if_skipped(const Tensor& source, const StepState* state, Tensor& target) override;
 
  private:

@@ -46,7 +46,6 @@ struct ProblemHash {
   }
 };
 
-
 struct Plan {
   std::shared_ptr<Graph> graph;  // null: the library refuses the problem
   std::size_t workspace = 0;
@@ -59,8 +58,7 @@ Geometry geometry_of(const Tensor& x) {
   return p;
 }
 
-Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& y,
-                   const AttentionOptions& o) {
+Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& y, const AttentionOptions& o) {
   Problem p{};
   p.device = q.device().index;
   p.batches = q.size(0);
@@ -79,8 +77,7 @@ Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
 
 std::shared_ptr<Graph> new_graph(const Problem& p) {
   auto graph = std::make_shared<Graph>();
-  graph->set_io_data_type(static_cast<DType>(p.dtype) == DType::f16 ? fe::DataType_t::HALF
-                                                                    : fe::DataType_t::BFLOAT16);
+  graph->set_io_data_type(static_cast<DType>(p.dtype) == DType::f16 ? fe::DataType_t::HALF : fe::DataType_t::BFLOAT16);
   graph->set_intermediate_data_type(fe::DataType_t::FLOAT).set_compute_data_type(fe::DataType_t::FLOAT);
   return graph;
 }
@@ -93,9 +90,7 @@ fe::graph::Tensor_attributes describe(const Problem& p, const Geometry& x, Uid u
   return t;
 }
 void describe_lse(fe::graph::Tensor_attributes& t, const Problem& p) {
-  t.set_uid(kLse)
-      .set_dim({p.batches, p.q.heads, p.q.length, 1})
-      .set_stride({p.q.heads * p.q.length, p.q.length, 1, 1});
+  t.set_uid(kLse).set_dim({p.batches, p.q.heads, p.q.length, 1}).set_stride({p.q.heads * p.q.length, p.q.length, 1, 1});
   t.set_data_type(fe::DataType_t::FLOAT);
 }
 void describe_output(const TensorRef& t, const Problem& p, const Geometry& x, Uid uid) {
@@ -105,8 +100,7 @@ void describe_output(const TensorRef& t, const Problem& p, const Geometry& x, Ui
       .set_stride({x.strides[0], x.strides[1], x.strides[2], 1});
 }
 
-template <class Attributes>
-void set_mask_and_scale(Attributes& attributes, const Problem& p) {
+template <class Attributes> void set_mask_and_scale(Attributes& attributes, const Problem& p) {
   attributes.set_attn_scale(static_cast<float>(std::bit_cast<double>(p.scale)));
   if (p.causal == 0) return;
   // The last query sees every key; with as many queries as keys both alignments mean the same.
@@ -173,23 +167,22 @@ bool run_plan(CudaBackend& backend, const Problem& p, std::unordered_map<std::in
   const Tensor scratch = backend.workspace(plan.workspace);
   fe::error_t status = plan.graph->execute(handle, pointers, scratch.data());
   if (status.is_bad())
-    detail::raise_library(status.get_message().c_str(), "cudnn_frontend::graph::Graph::execute", __FILE__,
-                          __LINE__);
+    detail::raise_library(status.get_message().c_str(), "cudnn_frontend::graph::Graph::execute", __FILE__, __LINE__);
   ++backend.counters.launches;
   return true;
 }
 
 }  // namespace
 
-bool fused_attention(CudaBackend& backend, const Tensor& q, const Tensor& k, const Tensor& v,
-                     const AttentionOptions& o, Tensor& y, Tensor& lse) {
+bool fused_attention(CudaBackend& backend, const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& o,
+                     Tensor& y, Tensor& lse) {
   return run_plan(backend, problem_of(q, k, v, y, o),
                   {{kQ, q.data()}, {kK, k.data()}, {kV, v.data()}, {kY, y.data()}, {kLse, lse.data()}});
 }
 
-bool fused_attention_grad(CudaBackend& backend, const Tensor& g, const Tensor& q, const Tensor& k,
-                          const Tensor& v, const Tensor& y, const Tensor& lse, const AttentionOptions& o,
-                          Tensor& gq, Tensor& gk, Tensor& gv) {
+bool fused_attention_grad(CudaBackend& backend, const Tensor& g, const Tensor& q, const Tensor& k, const Tensor& v,
+                          const Tensor& y, const Tensor& lse, const AttentionOptions& o, Tensor& gq, Tensor& gk,
+                          Tensor& gv) {
   Problem p = problem_of(q, k, v, y, o);
   p.g = geometry_of(g);
   p.gq = geometry_of(gq);

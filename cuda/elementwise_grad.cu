@@ -4,22 +4,14 @@
 namespace mantissa {
 namespace {
 
-template <class Op>
-struct Gradient {
+template <class Op> struct Gradient {
   Op op;
-  template <class A>
-  __device__ A operator()(A g, A saved) const {
-    return op.grad(g, saved);
-  }
+  template <class A> __device__ A operator()(A g, A saved) const { return op.grad(g, saved); }
 };
 
-template <class Op>
-struct GradientAlone {  // reads nothing but g
+template <class Op> struct GradientAlone {  // reads nothing but g
   Op op;
-  template <class A>
-  __device__ A operator()(A g) const {
-    return op.grad(g, A(0));
-  }
+  template <class A> __device__ A operator()(A g) const { return op.grad(g, A(0)); }
 };
 
 }  // namespace

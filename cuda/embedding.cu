@@ -10,17 +10,13 @@ namespace mantissa {
 namespace {
 
 __device__ inline void set_ones(uint4& x) { x = {~0u, ~0u, ~0u, ~0u}; }
-template <class Bits>
-__device__ inline void set_ones(Bits& x) {
-  x = static_cast<Bits>(~Bits(0));
-}
+template <class Bits> __device__ inline void set_ones(Bits& x) { x = static_cast<Bits>(~Bits(0)); }
 
 // Bytes: the rows read and written once; floor = 2 n row_bytes / bandwidth. A warp a row, moved in words of
 // up to 16 bytes. An index outside the table gives NaN (all bits set).
 template <class W, class Index>
 __global__ void __launch_bounds__(kThreads)
-    embedding_kernel(const Index* ids, const W* table, W* y, std::int64_t n, std::int64_t rows,
-                     std::int64_t words) {
+    embedding_kernel(const Index* ids, const W* table, W* y, std::int64_t n, std::int64_t rows, std::int64_t words) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
   if (i >= n) return;
   const std::int64_t id = ids[i];
@@ -46,8 +42,8 @@ __global__ void __launch_bounds__(kThreads)
 
 // An index outside the table becomes the key `rows`, which no sum takes.
 template <class Index>
-__global__ void __launch_bounds__(kThreads) number_kernel(const Index* ids, std::int64_t n, std::int64_t rows,
-                                                          std::uint32_t* keys, std::uint32_t* positions) {
+__global__ void __launch_bounds__(kThreads)
+    number_kernel(const Index* ids, std::int64_t n, std::int64_t rows, std::uint32_t* keys, std::uint32_t* positions) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= n) return;
   const std::int64_t id = ids[i];
@@ -58,15 +54,13 @@ __global__ void __launch_bounds__(kThreads) number_kernel(const Index* ids, std:
 constexpr int kChunk = 32;  // sorted entries that a block of sum_kernel adds up
 
 /// Sorted (row, position) entries, in chunks; a run of equal keys may cross chunks.
-template <class A>
-struct Runs {
+template <class A> struct Runs {
   const std::uint32_t *keys, *positions;
   std::int64_t n, rows, columns;
   bool accumulate;
   A *gw, *head, *tail;  // [rows, columns], [chunks, columns] twice
 
-  template <int V>
-  __device__ void put(std::uint32_t key, std::int64_t column, const Vec<A, V>& sum) const {
+  template <int V> __device__ void put(std::uint32_t key, std::int64_t column, const Vec<A, V>& sum) const {
     if (key >= rows) return;
     A* target = gw + key * columns + column;
     Vec<A, V> out = sum;
@@ -81,8 +75,7 @@ struct Runs {
 
 // Bytes: g once, one row of gw for each distinct index. A run within the chunk goes to gw; the part of a run
 // that began in an earlier chunk goes to `head`, the part of one that goes on in the next to `tail`.
-template <int V, class T>
-__global__ void __launch_bounds__(128) sum_kernel(Runs<compute_t<T>> p, const T* g) {
+template <int V, class T> __global__ void __launch_bounds__(128) sum_kernel(Runs<compute_t<T>> p, const T* g) {
   using A = compute_t<T>;
   __shared__ std::uint32_t keys[kChunk + 2], positions[kChunk];  // keys with a neighbour on either side
   const std::int64_t begin = static_cast<std::int64_t>(blockIdx.x) * kChunk;
@@ -126,8 +119,7 @@ __global__ void __launch_bounds__(128) sum_kernel(Runs<compute_t<T>> p, const T*
 }
 
 // One block a chunk: where a run begins that crosses into later chunks, adds up its parts in order.
-template <int V, class A>
-__global__ void __launch_bounds__(128) join_kernel(Runs<A> p) {
+template <int V, class A> __global__ void __launch_bounds__(128) join_kernel(Runs<A> p) {
   const std::int64_t chunk = blockIdx.x, chunks = gridDim.x, begin = chunk * kChunk, end = begin + kChunk;
   if (end >= p.n) return;
   const std::uint32_t key = p.keys[end - 1];
@@ -154,8 +146,8 @@ void CudaBackend::embedding(const Tensor& ids, const Tensor& w, Tensor& y) {
   const auto run = [&]<class W>() {
     visit_index("embedding", ids.dtype(), [&]<class Index>() {
       embedding_kernel<W><<<static_cast<unsigned>(ceil_div(n, kThreads / kWarp)), kThreads, 0, stream()>>>(
-          static_cast<const Index*>(ids.data()), static_cast<const W*>(w.data()), static_cast<W*>(y.data()),
-          n, rows, bytes / static_cast<std::int64_t>(sizeof(W)));
+          static_cast<const Index*>(ids.data()), static_cast<const W*>(w.data()), static_cast<W*>(y.data()), n, rows,
+          bytes / static_cast<std::int64_t>(sizeof(W)));
       MT_LAUNCHED();
     });
   };

@@ -21,8 +21,8 @@ RowMajor without_axis(const Tensor& x, const Shape& shape, int axis) {
 // Bytes: index and y once, x as far as it is hit. An index outside the axis gives NaN (all bits set).
 template <class Bits, class Index>
 __global__ void __launch_bounds__(kThreads)
-    gather_kernel(const Bits* x, const Index* index, Bits* y, std::int64_t n, std::int64_t size,
-                  std::int64_t stride, RowMajor x_at, RowMajor index_at, RowMajor y_at) {
+    gather_kernel(const Bits* x, const Index* index, Bits* y, std::int64_t n, std::int64_t size, std::int64_t stride,
+                  RowMajor x_at, RowMajor index_at, RowMajor y_at) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= n) return;
   const std::int64_t k = index[index_at(i)];
@@ -30,8 +30,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 /// The elements of a scatter: `lines` lines of `length` along the axis. Lines never meet in y.
-template <class T, class Index>
-struct Scatter {
+template <class T, class Index> struct Scatter {
   using A = compute_t<T>;
   const T* x;
   const Index* index;
@@ -43,8 +42,7 @@ struct Scatter {
 };
 
 // A thread a line, in the order of its elements.
-template <class T, class Index>
-__global__ void __launch_bounds__(kThreads) scatter_lines_kernel(Scatter<T, Index> p) {
+template <class T, class Index> __global__ void __launch_bounds__(kThreads) scatter_lines_kernel(Scatter<T, Index> p) {
   const std::int64_t line = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (line >= p.lines) return;
   const T* x = p.x + p.x_at(line);
@@ -62,8 +60,7 @@ __global__ void __launch_bounds__(kThreads)
     scatter_keys_kernel(Scatter<T, Index> p, std::uint64_t* keys, std::uint32_t* elements) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= p.lines * p.length) return;
-  const std::int64_t line = i / p.length, j = i % p.length,
-                     k = p.index[p.index_at(line) + j * p.index_stride];
+  const std::int64_t line = i / p.length, j = i % p.length, k = p.index[p.index_at(line) + j * p.index_stride];
   keys[i] = static_cast<std::uint64_t>(p.valid(k) ? line * p.size + k : p.lines * p.size);
   elements[i] = static_cast<std::uint32_t>(i);
 }
@@ -71,8 +68,7 @@ __global__ void __launch_bounds__(kThreads)
 // A warp for each sorted element; the one at the beginning of a run of equal keys adds up the run.
 template <class T, class Index>
 __global__ void __launch_bounds__(kThreads)
-    scatter_runs_kernel(Scatter<T, Index> p, const std::uint64_t* keys, const std::uint32_t* elements,
-                        std::int64_t n) {
+    scatter_runs_kernel(Scatter<T, Index> p, const std::uint64_t* keys, const std::uint32_t* elements, std::int64_t n) {
   const std::int64_t begin = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
   if (begin >= n) return;
   const std::uint64_t key = keys[begin];
@@ -117,9 +113,8 @@ void CudaBackend::gather(const Tensor& x, int axis, const Tensor& index, Tensor&
   visit_index("gather", index.dtype(), [&]<class Index>() {
     const auto run = [&]<class Bits>() {
       gather_kernel<<<blocks_for(n, kThreads), kThreads, 0, stream()>>>(
-          static_cast<const Bits*>(x.data()), static_cast<const Index*>(index.data()),
-          static_cast<Bits*>(y.data()), n, x.shape()[axis], x.strides()[axis],
-          without_axis(x, index.shape(), axis), RowMajor(index), RowMajor(y));
+          static_cast<const Bits*>(x.data()), static_cast<const Index*>(index.data()), static_cast<Bits*>(y.data()), n,
+          x.shape()[axis], x.strides()[axis], without_axis(x, index.shape(), axis), RowMajor(index), RowMajor(y));
       MT_LAUNCHED();
     };
     switch (size_of(x.dtype())) {
@@ -182,16 +177,15 @@ void CudaBackend::scatter_add(const Tensor& x, int axis, const Tensor& index, Te
   });
 }
 
-bool CudaBackend::indices_in_range(const Tensor& index, std::int64_t low, std::int64_t high,
-                                   std::int64_t ignored) {
+bool CudaBackend::indices_in_range(const Tensor& index, std::int64_t low, std::int64_t high, std::int64_t ignored) {
   const detail::OpRange range("indices_in_range");
   const std::int64_t n = index.numel();
   if (n == 0) return true;
   const Tensor flag = workspace(sizeof(int));
   MT_CUDA_CHECK(cudaMemsetAsync(flag.data(), 0, sizeof(int), stream()));
   visit_index("indices_in_range", index.dtype(), [&]<class Index>() {
-    range_kernel<<<blocks_for(n, kThreads), kThreads, 0, stream()>>>(static_cast<const Index*>(index.data()),
-                                                                     n, RowMajor(index), low, high, ignored,
+    range_kernel<<<blocks_for(n, kThreads), kThreads, 0, stream()>>>(static_cast<const Index*>(index.data()), n,
+                                                                     RowMajor(index), low, high, ignored,
                                                                      static_cast<int*>(flag.data()));
     MT_LAUNCHED();
   });

@@ -50,8 +50,7 @@ __device__ inline std::uint8_t narrow_to_8_bits(float x) {
   const unsigned bits = __float_as_uint(x), sign = bits >> 31 << 7, magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return static_cast<std::uint8_t>(sign | 0x7fu);
   unsigned y;
-  if (magnitude < static_cast<unsigned>(128 - kBias)
-                      << 23) {  // subnormal or zero: count units of the last place
+  if (magnitude < static_cast<unsigned>(128 - kBias) << 23) {  // subnormal or zero: count units of the last place
     y = __float2uint_rn(__uint_as_float(magnitude) * static_cast<float>(1u << (kBias - 1 + kFraction)));
   } else {
     constexpr int kShift = 23 - kFraction;
@@ -73,8 +72,7 @@ __device__ inline float to_float(Float8E4M3 x) {  // an f16 whose exponent is 8 
   return __half2float(__ushort_as_half(half)) * 256.0f;
 }
 
-template <class To, class From>
-__device__ inline To convert(From x) {
+template <class To, class From> __device__ inline To convert(From x) {
   if constexpr (std::is_same_v<To, From>) {
     return x;
   } else if constexpr (is_storage_float<From>) {
@@ -99,28 +97,21 @@ __device__ inline To convert(From x) {
 }
 
 /// The value in the type that kernels compute in.
-template <class T>
-__device__ inline compute_t<T> widen(T x) {
-  return convert<compute_t<T>>(x);
-}
+template <class T> __device__ inline compute_t<T> widen(T x) { return convert<compute_t<T>>(x); }
 
 // ---- vector access ----
 
-template <class T, int V>
-struct alignas(V * sizeof(T) < 16 ? V * sizeof(T) : 16) Vec {
-  T v[V];
-};
+template <class T, int V> struct alignas(V * sizeof(T) < 16 ? V * sizeof(T) : 16) Vec { T v[V]; };
 
 /// The unsigned type that moves `bytes` in one instruction.
 template <int kBytes>
 using Word = std::conditional_t<
     kBytes >= 16, uint4,
-    std::conditional_t<kBytes == 8, uint2,
-                       std::conditional_t<kBytes == 4, unsigned,
-                                          std::conditional_t<kBytes == 2, unsigned short, unsigned char>>>>;
+    std::conditional_t<
+        kBytes == 8, uint2,
+        std::conditional_t<kBytes == 4, unsigned, std::conditional_t<kBytes == 2, unsigned short, unsigned char>>>>;
 
-template <int V, class T>
-__device__ inline Vec<T, V> load(const T* p) {
+template <int V, class T> __device__ inline Vec<T, V> load(const T* p) {
   if constexpr (V == 1) return {*p};
   using W = Word<V * sizeof(T)>;
   constexpr int kWords = V * sizeof(T) / sizeof(W);
@@ -132,55 +123,46 @@ __device__ inline Vec<T, V> load(const T* p) {
 // In assembly, so that the compiler does not split the store (it does where it moves the elements' code
 // around).
 __device__ inline void store_word(uint4* p, uint4 x) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(x.x),
-               "r"(x.y), "r"(x.z), "r"(x.w)
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(x.x), "r"(x.y),
+               "r"(x.z), "r"(x.w)
                : "memory");
 }
 __device__ inline void store_word(uint2* p, uint2 x) {
-  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(p)), "r"(x.x), "r"(x.y)
-               : "memory");
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(p)), "r"(x.x), "r"(x.y) : "memory");
 }
-template <class W>
-__device__ inline void store_word(W* p, W x) {
-  *p = x;
-}
+template <class W> __device__ inline void store_word(W* p, W x) { *p = x; }
 
 /// p in global memory.
-template <int V, class T>
-__device__ inline void store(T* p, const Vec<T, V>& x) {
+template <int V, class T> __device__ inline void store(T* p, const Vec<T, V>& x) {
   if constexpr (V == 1) {
     *p = x.v[0];
   } else {
     using W = Word<V * sizeof(T)>;
     constexpr int kWords = V * sizeof(T) / sizeof(W);
 #pragma unroll
-    for (int i = 0; i < kWords; ++i)
-      store_word(reinterpret_cast<W*>(p) + i, reinterpret_cast<const W*>(&x)[i]);
+    for (int i = 0; i < kWords; ++i) store_word(reinterpret_cast<W*>(p) + i, reinterpret_cast<const W*>(&x)[i]);
   }
 }
 
 /// Starts a copy from global to shared memory, both on 16-byte boundaries, that uses no registers.
-template <class T>
-__device__ inline void copy_async(T* shared, const void* global) {
+template <class T> __device__ inline void copy_async(T* shared, const void* global) {
   static_assert(sizeof(T) % 16 == 0);
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof(T)); i += 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                     static_cast<unsigned>(__cvta_generic_to_shared(shared)) + i),
-                 "l"(__cvta_generic_to_global(global) + i)
-                 : "memory");
+    asm volatile(
+        "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared)) + i),
+        "l"(__cvta_generic_to_global(global) + i)
+        : "memory");
   }
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /// Waits until at most kPending of the groups committed by this thread are on their way.
-template <int kPending>
-__device__ inline void wait_for_copies() {
+template <int kPending> __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 /// Elements of 16 bytes, for the type that a kernel mostly reads.
-template <class T>
-inline constexpr int kVector = 16 / static_cast<int>(sizeof(T));
+template <class T> inline constexpr int kVector = 16 / static_cast<int>(sizeof(T));
 
 /// Calls f(i, vec) for the elements [0, n) of a row, split among `threads` threads: vectors of V from the
 /// first aligned element on, four in flight, and single elements (vec of 1) at both ends. With V = 1, single
@@ -208,47 +190,27 @@ __device__ inline void walk_row(const T* row, std::int64_t n, int thread, int th
 
 /// Whether rows that start at the same element of each tensor are aligned alike, so that walk_row may use
 /// vectors.
-template <class... Pointers>
-bool aligned_alike(const Pointers*... p) {
+template <class... Pointers> bool aligned_alike(const Pointers*... p) {
   return ((reinterpret_cast<std::uintptr_t>(p) % 16 == 0) && ...);
 }
 
 // ---- reductions ----
 
 struct SumOp {
-  template <class A>
-  __device__ A operator()(A a, A b) const {
-    return a + b;
-  }
-  template <class A>
-  __device__ static A identity() {
-    return A(0);
-  }
+  template <class A> __device__ A operator()(A a, A b) const { return a + b; }
+  template <class A> __device__ static A identity() { return A(0); }
 };
 struct MaxOp {  // NaN wins
-  template <class A>
-  __device__ A operator()(A a, A b) const {
-    return a > b || a != a ? a : b;
-  }
-  template <class A>
-  __device__ static A identity() {
-    return -static_cast<A>(__int_as_float(0x7f800000));
-  }
+  template <class A> __device__ A operator()(A a, A b) const { return a > b || a != a ? a : b; }
+  template <class A> __device__ static A identity() { return -static_cast<A>(__int_as_float(0x7f800000)); }
 };
 struct MinOp {
-  template <class A>
-  __device__ A operator()(A a, A b) const {
-    return a < b || a != a ? a : b;
-  }
-  template <class A>
-  __device__ static A identity() {
-    return static_cast<A>(__int_as_float(0x7f800000));
-  }
+  template <class A> __device__ A operator()(A a, A b) const { return a < b || a != a ? a : b; }
+  template <class A> __device__ static A identity() { return static_cast<A>(__int_as_float(0x7f800000)); }
 };
 
 /// Over groups of `kWidth` neighbouring lanes; every lane gets the result.
-template <int kWidth = kWarp, class A, class Op>
-__device__ inline A warp_reduce(A x, Op op) {
+template <int kWidth = kWarp, class A, class Op> __device__ inline A warp_reduce(A x, Op op) {
 #pragma unroll
   for (int offset = kWidth / 2; offset > 0; offset /= 2) x = op(x, __shfl_xor_sync(0xffffffffu, x, offset));
   return x;
@@ -256,8 +218,7 @@ __device__ inline A warp_reduce(A x, Op op) {
 
 /// Over a one-dimensional block of kBlock threads (a power of two); every thread gets the result. With a warp
 /// or less, over each group of kBlock lanes.
-template <int kBlock, class A, class Op>
-__device__ inline A block_reduce(A x, Op op) {
+template <int kBlock, class A, class Op> __device__ inline A block_reduce(A x, Op op) {
   if constexpr (kBlock <= kWarp) {
     return warp_reduce<kBlock>(x, op);
   } else {

@@ -18,8 +18,7 @@
 namespace mantissa {
 
 /// A plan as the device walks it: innermost axis first, sizes in units of V elements along it.
-template <int N>
-struct Layout {
+template <int N> struct Layout {
   int rank;
   FastDivisor size[kMaxRank];
   std::int64_t stride[N][kMaxRank];
@@ -27,8 +26,7 @@ struct Layout {
   explicit Layout(const StridedPlan<N>& plan, int vector = 1) : rank(plan.rank) {
     for (int d = 0; d < rank; ++d) {
       const int axis = rank - 1 - d;
-      size[d] =
-          FastDivisor(static_cast<std::uint32_t>(d == 0 ? plan.sizes[axis] / vector : plan.sizes[axis]));
+      size[d] = FastDivisor(static_cast<std::uint32_t>(d == 0 ? plan.sizes[axis] / vector : plan.sizes[axis]));
       for (int k = 0; k < N; ++k) stride[k][d] = plan.strides[k][axis] * (d == 0 ? vector : 1);
     }
   }
@@ -50,13 +48,11 @@ struct Layout {
 
 /// Cuts the outermost axis of a plan in two, at a multiple of `vector` if it is the innermost too: `plan`
 /// keeps the first part, `rest` gets the other, which begins `begin[k]` elements later in operand k.
-template <int N>
-void split(StridedPlan<N>& plan, StridedPlan<N>& rest, int vector, std::int64_t (&begin)[N]) {
+template <int N> void split(StridedPlan<N>& plan, StridedPlan<N>& rest, int vector, std::int64_t (&begin)[N]) {
   int axis = 0;
   while (axis < plan.rank - 1 && plan.sizes[axis] == 1) ++axis;
   rest = plan;
-  const std::int64_t size = plan.sizes[axis],
-                     first = axis == plan.rank - 1 ? size / 2 / vector * vector : size / 2;
+  const std::int64_t size = plan.sizes[axis], first = axis == plan.rank - 1 ? size / 2 / vector * vector : size / 2;
   plan.sizes[axis] = first;
   rest.sizes[axis] = size - first;
   plan.numel = plan.numel / size * first;
@@ -64,13 +60,9 @@ void split(StridedPlan<N>& plan, StridedPlan<N>& rest, int vector, std::int64_t 
   for (int k = 0; k < N; ++k) begin[k] = first * plan.strides[k][axis];
 }
 
-template <class T, int V, int U>
-struct Batch {
-  Vec<T, V> unit[U];
-};
+template <class T, int V, int U> struct Batch { Vec<T, V> unit[U]; };
 
-template <int V, int U, class T>
-__device__ inline void fetch(Batch<T, V, U>& b, const T* x) {
+template <int V, int U, class T> __device__ inline void fetch(Batch<T, V, U>& b, const T* x) {
 #pragma unroll
   for (int u = 0; u < U; ++u) b.unit[u] = load<V>(x + u * kThreads * V);
 }
@@ -99,16 +91,14 @@ __global__ void __launch_bounds__(kThreads) map_dense(F f, std::int64_t n, Out* 
   } else {
     std::int64_t i = begin + threadIdx.x * V;
 #pragma unroll 1
-    for (; i + V <= n; i += kThreads * V)
-      map_block<V, 1, F, Out, In...>(f, y + i, (x + i)..., Batch<In, V, 1>{}...);
+    for (; i + V <= n; i += kThreads * V) map_block<V, 1, F, Out, In...>(f, y + i, (x + i)..., Batch<In, V, 1>{}...);
     i = n / V * V + threadIdx.x;
     if (i < n) y[i] = f(x[i]...);
   }
 }
 
 /// One operand's values of a unit; an operand that is constant along the innermost axis is read once.
-template <int V, class T>
-__device__ inline Vec<T, V> load_or_spread(const T* x, bool constant) {
+template <int V, class T> __device__ inline Vec<T, V> load_or_spread(const T* x, bool constant) {
   if (V == 1 || !constant) return load<V>(x);
   const T value = *x;
   Vec<T, V> y;
@@ -118,13 +108,11 @@ __device__ inline Vec<T, V> load_or_spread(const T* x, bool constant) {
 }
 
 /// The N offsets and the operands of U units of a thread.
-template <int U, int N>
-struct Units {
+template <int U, int N> struct Units {
   bool inside[U];
   std::int64_t offset[U][N];
 
-  template <int V, class T>
-  __device__ void fetch(Batch<T, V, U>& b, const T* x, int k, bool constant) const {
+  template <int V, class T> __device__ void fetch(Batch<T, V, U>& b, const T* x, int k, bool constant) const {
 #pragma unroll
     for (int u = 0; u < U; ++u)
       if (inside[u]) b.unit[u] = load_or_spread<V>(x + offset[u][k], constant);
@@ -132,8 +120,7 @@ struct Units {
 };
 
 template <int V, int U, std::size_t... K, class F, class Out, class... In>
-__device__ inline void map_units(std::index_sequence<K...>, const F& f,
-                                 const Layout<1 + sizeof...(In)>& layout,
+__device__ inline void map_units(std::index_sequence<K...>, const F& f, const Layout<1 + sizeof...(In)>& layout,
                                  const Units<U, 1 + sizeof...(In)>& units, Out* y, const In*... x) {
   [&](Batch<In, V, U>... b) {
     (units.fetch(b, x, K, layout.stride[K][0] == 0), ...);
@@ -163,8 +150,7 @@ __global__ void __launch_bounds__(kThreads)
   map_units<V, U>(std::make_index_sequence<sizeof...(In)>{}, f, layout, mine, y, x...);
 }
 
-template <class T, int N>
-bool vectorizes(const StridedPlan<N>& plan, int k, const T* data, int vector) {
+template <class T, int N> bool vectorizes(const StridedPlan<N>& plan, int k, const T* data, int vector) {
   const int inner = plan.rank - 1;
   const bool constant = k < N - 1 && plan.strides[k][inner] == 0;
   if (constant) return true;
@@ -200,13 +186,11 @@ enum class MapPaths { kElements, kStrided, kRows };
 
 /// y = f(x...) at the storage types Out and In...; the plan's operands are the inputs, then y.
 template <MapPaths kPaths, class F, class Out, class... In>
-void launch_map(CudaBackend& backend, const F& f, StridedPlan<1 + sizeof...(In)> plan, Out* y,
-                const In*... x) {
+void launch_map(CudaBackend& backend, const F& f, StridedPlan<1 + sizeof...(In)> plan, Out* y, const In*... x) {
   constexpr int N = 1 + sizeof...(In);
   constexpr int kSmallest = static_cast<int>(std::min({sizeof(Out), sizeof(In)...}));
   constexpr int kLargest = static_cast<int>(std::max({sizeof(Out), sizeof(In)...}));
-  constexpr bool kDouble =
-      (std::is_same_v<Out, double> || ... || std::is_same_v<In, double>);  // rare: little code
+  constexpr bool kDouble = (std::is_same_v<Out, double> || ... || std::is_same_v<In, double>);  // rare: little code
   constexpr int V = kDouble || kPaths == MapPaths::kElements ? 1 : std::min(16 / kSmallest, 32 / kLargest);
   if (plan.numel == 0) return;
   if (plan.rank == 0) {  // one element
@@ -234,14 +218,10 @@ void launch_map(CudaBackend& backend, const F& f, StridedPlan<1 + sizeof...(In)>
   launch_strided<1, kDouble ? 1 : 4>(inputs, backend, f, plan, y, x...);
 }
 
-template <class T>
-T* data_as(const Tensor& x) {
-  return static_cast<T*>(x.data());
-}
+template <class T> T* data_as(const Tensor& x) { return static_cast<T*>(x.data()); }
 
 /// For kernels that only move elements: f<Bits>() with the unsigned type of the dtype's size.
-template <class F>
-void visit_bits(DType dtype, F&& f) {
+template <class F> void visit_bits(DType dtype, F&& f) {
   switch (size_of(dtype)) {
     case 8:
       return f.template operator()<std::uint64_t>();
@@ -258,18 +238,14 @@ void visit_bits(DType dtype, F&& f) {
 template <MapPaths kPaths, class Out, class... In, class F, class... Tensors>
 void map(CudaBackend& backend, const F& f, const Tensor& y, const Tensors&... x) {
   static_assert(sizeof...(In) == sizeof...(Tensors));
-  launch_map<kPaths, F, Out, In...>(backend, f, make_plan<1 + sizeof...(In)>(y.shape(), {&x..., &y}),
-                                    data_as<Out>(y), data_as<const In>(x)...);
+  launch_map<kPaths, F, Out, In...>(backend, f, make_plan<1 + sizeof...(In)>(y.shape(), {&x..., &y}), data_as<Out>(y),
+                                    data_as<const In>(x)...);
 }
 
 /// An op on compute types as a function on storage types.
-template <class Op, class Out>
-struct Computes {
+template <class Op, class Out> struct Computes {
   Op op;
-  template <class... In>
-  __device__ Out operator()(In... x) const {
-    return convert<Out>(op(widen(x)...));
-  }
+  template <class... In> __device__ Out operator()(In... x) const { return convert<Out>(op(widen(x)...)); }
 };
 
 }  // namespace mantissa

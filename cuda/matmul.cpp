@@ -71,8 +71,7 @@ struct Batches {
   bool single() const { return rank == 1 && sizes[0] == 1; }
 
   /// f(offset in a, in b, in y) for each combination of the outer axes.
-  template <class F>
-  void for_each_outer(const F& f) const {
+  template <class F> void for_each_outer(const F& f) const {
     std::int64_t count = 1;
     for (int axis = 0; axis < rank - 1; ++axis) count *= sizes[axis];
     for (std::int64_t index = 0; index < count; ++index) {
@@ -116,8 +115,7 @@ std::optional<Epilogue> name_epilogue(const MatmulOptions& o) {
     return Epilogue{CUBLASLT_EPILOGUE_DGELU, o.grad_input};
   }
   if (o.activation == Activation::gelu_tanh) {
-    if (o.pre_activation == nullptr)
-      return Epilogue{bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU};
+    if (o.pre_activation == nullptr) return Epilogue{bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU};
     return Epilogue{bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX, o.pre_activation};
   }
   if (o.pre_activation != nullptr) return std::nullopt;
@@ -132,20 +130,19 @@ bool in_16_bytes(const Tensor& x) {
 
 /// The epilogue to leave to the library. It adds to y before the epilogue, not after; and where operands are
 /// not in whole 16 bytes it has kernels that round to 16 bits before they add the bias.
-std::optional<Epilogue> fused_epilogue(const Tensor& a, const Tensor& b, const MatmulOptions& o,
-                                       const Tensor& y) {
+std::optional<Epilogue> fused_epilogue(const Tensor& a, const Tensor& b, const MatmulOptions& o, const Tensor& y) {
   if (is_plain(o)) return Epilogue{};
   const std::optional<Epilogue> e = name_epilogue(o);
   if (!e || o.accumulate || y.dtype() == DType::f64 || y.size(-1) % 8 != 0) return std::nullopt;
   if (!by_rows(y) || !in_16_bytes(y) || !in_16_bytes(a) || !in_16_bytes(b)) return std::nullopt;
   if (const Tensor* bias = o.bias) {
-    const bool fits = bias->dtype() == y.dtype() && bias->stride(0) == 1 &&
-                      reinterpret_cast<std::uintptr_t>(bias->data()) % 16 == 0;
+    const bool fits =
+        bias->dtype() == y.dtype() && bias->stride(0) == 1 && reinterpret_cast<std::uintptr_t>(bias->data()) % 16 == 0;
     if (!fits) return std::nullopt;
   }
   if (const Tensor* aux = e->aux) {
-    const bool fits = aux->dtype() == y.dtype() && aux->shape() == y.shape() && by_rows(*aux) &&
-                      in_16_bytes(*aux) && leading(*aux) % 8 == 0;
+    const bool fits = aux->dtype() == y.dtype() && aux->shape() == y.shape() && by_rows(*aux) && in_16_bytes(*aux) &&
+                      leading(*aux) % 8 == 0;
     if (!fits) return std::nullopt;
   }
   return e;

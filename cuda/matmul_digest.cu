@@ -25,8 +25,7 @@ __global__ void __launch_bounds__(kThreads)
   for (std::int64_t line = blockIdx.x; line < batch * rows; line += gridDim.x) {
     const Bits* row = y + line / rows * stride + line % rows * ld;
     for (std::int64_t i = threadIdx.x; i < columns; i += kThreads)
-      sum +=
-          mixed(mixed(static_cast<std::uint64_t>(line * columns + i)) + static_cast<std::uint64_t>(row[i]));
+      sum += mixed(mixed(static_cast<std::uint64_t>(line * columns + i)) + static_cast<std::uint64_t>(row[i]));
   }
   sum = block_reduce<kThreads>(sum, SumOp{});
   if (threadIdx.x == 0) atomicAdd(digest, static_cast<unsigned long long>(sum));
@@ -34,15 +33,13 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void add_digest(CudaBackend& backend, const void* y, std::size_t element_bytes, std::int64_t batch,
-                std::int64_t stride, std::int64_t rows, std::int64_t ld, std::int64_t columns,
-                std::uint64_t* digest) {
+void add_digest(CudaBackend& backend, const void* y, std::size_t element_bytes, std::int64_t batch, std::int64_t stride,
+                std::int64_t rows, std::int64_t ld, std::int64_t columns, std::uint64_t* digest) {
   BackendCounters& counters = backend.counters;
   const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(batch * rows, 4096));
   const auto run = [&]<class Bits>() {
-    digest_kernel<<<blocks, kThreads, 0, backend.stream()>>>(static_cast<const Bits*>(y), batch, stride, rows,
-                                                             ld, columns,
-                                                             reinterpret_cast<unsigned long long*>(digest));
+    digest_kernel<<<blocks, kThreads, 0, backend.stream()>>>(static_cast<const Bits*>(y), batch, stride, rows, ld,
+                                                             columns, reinterpret_cast<unsigned long long*>(digest));
     MT_LAUNCHED();
   };
   if (element_bytes == 8) return run.template operator()<std::uint64_t>();

@@ -20,17 +20,16 @@ namespace {
 constexpr std::size_t kWorkspace = std::size_t{64} << 20;
 constexpr int kCandidates = 6;
 
-template <class T>
-void set(cublasLtMatmulDesc_t d, cublasLtMatmulDescAttributes_t what, const T& value) {
+template <class T> void set(cublasLtMatmulDesc_t d, cublasLtMatmulDescAttributes_t what, const T& value) {
   MT_CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(d, what, &value, sizeof value));
 }
 
-cublasLtMatrixLayout_t make_layout(std::int32_t type, std::int64_t rows, std::int64_t columns,
-                                   std::int64_t ld, std::int64_t batch, std::int64_t stride) {
+cublasLtMatrixLayout_t make_layout(std::int32_t type, std::int64_t rows, std::int64_t columns, std::int64_t ld,
+                                   std::int64_t batch, std::int64_t stride) {
   cublasLtMatrixLayout_t layout = nullptr;
   MT_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&layout, static_cast<cudaDataType_t>(type),
-                                             static_cast<std::uint64_t>(rows),
-                                             static_cast<std::uint64_t>(columns), ld));
+                                             static_cast<std::uint64_t>(rows), static_cast<std::uint64_t>(columns),
+                                             ld));
   if (batch == 1) return layout;
   const auto put = [&](cublasLtMatrixLayoutAttribute_t what, const auto& value) {
     MT_CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layout, what, &value, sizeof value));
@@ -52,16 +51,15 @@ std::vector<cublasLtMatmulHeuristicResult_t> propose(cublasLtHandle_t handle, co
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, std::uint64_t{kWorkspace});
   prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
          static_cast<std::uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
-  const auto in = static_cast<std::uint32_t>(p.alignment_in),
-             out = static_cast<std::uint32_t>(p.alignment_out);
+  const auto in = static_cast<std::uint32_t>(p.alignment_in), out = static_cast<std::uint32_t>(p.alignment_out);
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, in);
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, in);
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, out);
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, out);
   std::vector<cublasLtMatmulHeuristicResult_t> found(kCandidates);
   int count = 0;
-  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, operation, b, a, y, y, preference,
-                                                               kCandidates, found.data(), &count);
+  const cublasStatus_t status =
+      cublasLtMatmulAlgoGetHeuristic(handle, operation, b, a, y, y, preference, kCandidates, found.data(), &count);
   MT_CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
   found.resize(status == CUBLAS_STATUS_SUCCESS ? static_cast<std::size_t>(count) : 0);
   std::erase_if(found, [](const auto& f) { return f.state != CUBLAS_STATUS_SUCCESS; });
@@ -135,16 +133,15 @@ bool MatmulCache::run(const MatmulProblem& p, const MatmulOperands& x) {
   return true;
 }
 
-cublasStatus_t MatmulCache::launch(const Plan& plan, const cublasLtMatmulAlgo_t& algorithm,
-                                   const MatmulOperands& x) {
+cublasStatus_t MatmulCache::launch(const Plan& plan, const cublasLtMatmulAlgo_t& algorithm, const MatmulOperands& x) {
   if (x.bias != nullptr) set(plan.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, x.bias);
   if (x.aux != nullptr) set(plan.operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, x.aux);
   const double alpha64 = x.alpha, beta64 = x.accumulate ? 1 : 0;
   const float alpha32 = static_cast<float>(x.alpha), beta32 = x.accumulate ? 1.0f : 0.0f;
   const void* alpha = plan.wide ? static_cast<const void*>(&alpha64) : &alpha32;
   const void* beta = plan.wide ? static_cast<const void*>(&beta64) : &beta32;
-  return cublasLtMatmul(handle_, plan.operation, alpha, x.b, plan.b, x.a, plan.a, beta, x.y, plan.y, x.y,
-                        plan.y, &algorithm, workspace_.data(), kWorkspace, backend_.stream());
+  return cublasLtMatmul(handle_, plan.operation, alpha, x.b, plan.b, x.a, plan.a, beta, x.y, plan.y, x.y, plan.y,
+                        &algorithm, workspace_.data(), kWorkspace, backend_.stream());
 }
 
 MatmulCache::Plan MatmulCache::make_plan(const MatmulProblem& p, const MatmulOperands& x) {
@@ -228,8 +225,7 @@ std::size_t MatmulCache::fastest(const Plan& plan, const MatmulProblem& p, Matmu
   std::array<Event, kCandidates + 1> events;
   MT_CUDA_CHECK(cudaEventRecord(events[0], backend_.stream()));
   for (std::size_t i = 0; i < candidates.size(); ++i) {
-    for (int k = 0; runs[i] && k < repeats; ++k)
-      runs[i] = launch(plan, candidates[i].algo, x) == CUBLAS_STATUS_SUCCESS;
+    for (int k = 0; runs[i] && k < repeats; ++k) runs[i] = launch(plan, candidates[i].algo, x) == CUBLAS_STATUS_SUCCESS;
     MT_CUDA_CHECK(cudaEventRecord(events[i + 1], backend_.stream()));
   }
   std::array<std::uint64_t, kCandidates> found{};

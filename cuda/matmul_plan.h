@@ -67,8 +67,7 @@ struct MatmulCache {
 
 /// *digest += a hash of place and bits of every element of y[batch, rows, columns]: equal for equal results.
 /// Elements have 2, 4 or 8 bytes.
-void add_digest(CudaBackend& backend, const void* y, std::size_t element_bytes, std::int64_t batch,
-                std::int64_t stride, std::int64_t rows, std::int64_t ld, std::int64_t columns,
-                std::uint64_t* digest);
+void add_digest(CudaBackend& backend, const void* y, std::size_t element_bytes, std::int64_t batch, std::int64_t stride,
+                std::int64_t rows, std::int64_t ld, std::int64_t columns, std::uint64_t* digest);
 
 }  // namespace mantissa

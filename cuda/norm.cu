@@ -5,8 +5,7 @@
 namespace mantissa {
 namespace {
 
-template <class T>
-struct NormArguments {
+template <class T> struct NormArguments {
   using A = compute_t<T>;
   const T *x, *residual;
   const A *w, *b;
@@ -23,8 +22,7 @@ struct NormArguments {
 template <int kGroup, int kItems, class T>
 __global__ void __launch_bounds__(kNormBlock<kGroup>) norm_kernel(NormArguments<T> p) {
   constexpr int V = kNormWidth;
-  const std::int64_t row =
-      static_cast<std::int64_t>(blockIdx.x) * (kNormBlock<kGroup> / kGroup) + threadIdx.x / kGroup;
+  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * (kNormBlock<kGroup> / kGroup) + threadIdx.x / kGroup;
   if (row >= p.rows) return;
   const int columns = static_cast<int>(p.columns), first = static_cast<int>(threadIdx.x % kGroup) * V;
   const std::int64_t base = row * p.columns;
@@ -86,8 +84,7 @@ __global__ void __launch_bounds__(kNormBlock<kGroup>) norm_kernel(NormArguments<
 
 // Rows of any length: reads them three times, from a cache unless they are very long. Each thread meets the
 // same elements in every pass, so that it may read back what it wrote to `sum`.
-template <int kGroup, int V, class T>
-__global__ void __launch_bounds__(kThreads) norm_long_kernel(NormArguments<T> p) {
+template <int kGroup, int V, class T> __global__ void __launch_bounds__(kThreads) norm_long_kernel(NormArguments<T> p) {
   using A = compute_t<T>;
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kGroup) + threadIdx.x / kGroup;
   if (row >= p.rows) return;
@@ -138,8 +135,8 @@ __global__ void __launch_bounds__(kThreads) norm_long_kernel(NormArguments<T> p)
 
 }  // namespace
 
-void CudaBackend::norm(NormKind kind, const Tensor& x, const Tensor& residual, const Tensor& w,
-                       const Tensor& b, double eps, Tensor& sum, Tensor& y, Tensor& mean, Tensor& rstd) {
+void CudaBackend::norm(NormKind kind, const Tensor& x, const Tensor& residual, const Tensor& w, const Tensor& b,
+                       double eps, Tensor& sum, Tensor& y, Tensor& mean, Tensor& rstd) {
   const detail::OpRange range("norm");
   if (x.numel() == 0) return;
   visit_float<CudaTypes>("norm", x.dtype(), [&]<class T>() {

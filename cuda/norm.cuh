@@ -10,12 +10,8 @@ namespace mantissa {
 constexpr int kNormWidth = 8;  // columns that a thread handles at a time
 
 /// Two values that are reduced together.
-template <class A>
-struct Pair {
-  A first, second;
-};
-template <int kBlock, class A>
-__device__ inline Pair<A> block_sum(Pair<A> x) {
+template <class A> struct Pair { A first, second; };
+template <int kBlock, class A> __device__ inline Pair<A> block_sum(Pair<A> x) {
 #pragma unroll
   for (int offset = (kBlock < kWarp ? kBlock : kWarp) / 2; offset > 0; offset /= 2) {
     x.first += __shfl_xor_sync(0xffffffffu, x.first, offset);
@@ -38,8 +34,7 @@ __device__ inline Pair<A> block_sum(Pair<A> x) {
 }
 
 /// Parameters [i, i + V), or ones or zeros when there are none.
-template <int V, class A>
-__device__ inline Vec<A, V> parameter(const A* p, std::int64_t i, A otherwise) {
+template <int V, class A> __device__ inline Vec<A, V> parameter(const A* p, std::int64_t i, A otherwise) {
   if (p != nullptr) return load<V>(p + i);
   Vec<A, V> x;
 #pragma unroll
@@ -49,8 +44,7 @@ __device__ inline Vec<A, V> parameter(const A* p, std::int64_t i, A otherwise) {
 
 /// f<kGroup, kItems>() such that kGroup threads hold a row in registers, kItems x kNormWidth columns each; a
 /// group is a warp or a block. False when the row is too long for that.
-template <class F>
-bool with_registers(std::int64_t columns, const F& f) {
+template <class F> bool with_registers(std::int64_t columns, const F& f) {
   if (columns <= 256)
     f.template operator()<kWarp, 1>();
   else if (columns <= 512)
@@ -69,11 +63,9 @@ bool with_registers(std::int64_t columns, const F& f) {
     return false;
   return true;
 }
-template <int kGroup>
-inline constexpr int kNormBlock = kGroup == kWarp ? kThreads : kGroup;
+template <int kGroup> inline constexpr int kNormBlock = kGroup == kWarp ? kThreads : kGroup;
 
-template <class T>
-const T* data_or_null(const Tensor& x) {
+template <class T> const T* data_or_null(const Tensor& x) {
   return x.defined() ? static_cast<const T*>(x.data()) : nullptr;
 }
 

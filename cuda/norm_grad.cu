@@ -5,8 +5,7 @@
 namespace mantissa {
 namespace {
 
-template <class T>
-struct NormGradArguments {
+template <class T> struct NormGradArguments {
   using A = compute_t<T>;
   const T *g, *g_sum, *x;
   const A *w, *mean, *rstd;
@@ -24,8 +23,7 @@ constexpr int norm_grad_occupancy(int group, int items) {
 }
 
 /// Shared memory of norm_grad_kernel: two rows of g and x for each group, one in use and one on its way.
-template <class T, int kGroup, int kItems>
-constexpr std::size_t norm_grad_memory() {
+template <class T, int kGroup, int kItems> constexpr std::size_t norm_grad_memory() {
   return 4 * kItems * kNormBlock<kGroup> * sizeof(Vec<T, kNormWidth>);
 }
 
@@ -164,8 +162,7 @@ __global__ void __launch_bounds__(kThreads) norm_grad_long_kernel(NormGradArgume
   total = block_sum<kGroup>(total);
   const A shift = p.mean != nullptr ? total.first * share : A(0), slope = total.second * share;
   for (std::int64_t i = first; i < p.columns; i += kGroup) {
-    const A aw = widen(p.g[base + i]) * (p.w != nullptr ? p.w[i] : A(1)),
-            xhat = (widen(p.x[base + i]) - mean) * rstd;
+    const A aw = widen(p.g[base + i]) * (p.w != nullptr ? p.w[i] : A(1)), xhat = (widen(p.x[base + i]) - mean) * rstd;
     A value = rstd * (aw - shift - xhat * slope);
     if (p.g_sum != nullptr) value += widen(p.g_sum[base + i]);
     p.gx[base + i] = convert<T>(value);
@@ -176,8 +173,7 @@ constexpr int kColumnRows = 32;  // rows that a block of the two column kernels 
 constexpr int kColumnThreads = kColumnRows * kWarp;
 
 /// Sum over threadIdx.y, valid where it is 0.
-template <class A>
-__device__ inline A sum_of_warps(A x) {
+template <class A> __device__ inline A sum_of_warps(A x) {
   __shared__ A shared[kColumnRows][kWarp];
   shared[threadIdx.y][threadIdx.x] = x;
   __syncthreads();
@@ -190,8 +186,7 @@ __device__ inline A sum_of_warps(A x) {
 
 // The partial sums for gw and gb of the rows blockIdx.y, blockIdx.y + gridDim.y, ... (times kColumnRows): g
 // and x once more.
-template <class T>
-__global__ void __launch_bounds__(kColumnThreads) column_partials_kernel(NormGradArguments<T> p) {
+template <class T> __global__ void __launch_bounds__(kColumnThreads) column_partials_kernel(NormGradArguments<T> p) {
   using A = compute_t<T>;
   const std::int64_t c = static_cast<std::int64_t>(blockIdx.x) * kWarp + threadIdx.x;
   A sum_w = 0, sum_b = 0;
@@ -212,8 +207,8 @@ __global__ void __launch_bounds__(kColumnThreads) column_partials_kernel(NormGra
 // gw (blockIdx.y = 0) and gb (1) from the partial sums of `blocks` blocks.
 template <class A>
 __global__ void __launch_bounds__(kColumnThreads)
-    column_sums_kernel(const A* partial_w, const A* partial_b, int blocks, std::int64_t columns,
-                       bool accumulate, A* gw, A* gb) {
+    column_sums_kernel(const A* partial_w, const A* partial_b, int blocks, std::int64_t columns, bool accumulate, A* gw,
+                       A* gb) {
   const A* partial = blockIdx.y == 0 ? partial_w : partial_b;
   A* target = blockIdx.y == 0 ? gw : gb;
   if (target == nullptr) return;
@@ -228,9 +223,9 @@ __global__ void __launch_bounds__(kColumnThreads)
 
 }  // namespace
 
-void CudaBackend::norm_grad(NormKind kind, const Tensor& g, const Tensor& g_sum, const Tensor& x,
-                            const Tensor& w, const Tensor& mean, const Tensor& rstd, bool accumulate,
-                            Tensor& gx, Tensor& gw, Tensor& gb) {
+void CudaBackend::norm_grad(NormKind kind, const Tensor& g, const Tensor& g_sum, const Tensor& x, const Tensor& w,
+                            const Tensor& mean, const Tensor& rstd, bool accumulate, Tensor& gx, Tensor& gw,
+                            Tensor& gb) {
   const detail::OpRange range("norm_grad");
   const std::int64_t columns = x.size(-1), rows = columns > 0 ? x.numel() / columns : 0;
   if (columns == 0) return;
@@ -238,8 +233,7 @@ void CudaBackend::norm_grad(NormKind kind, const Tensor& g, const Tensor& g_sum,
   const std::int64_t processors = properties_.multiProcessorCount, most_blocks = 4 * processors;
   visit_float<CudaTypes>("norm_grad", x.dtype(), [&]<class T>() {
     using A = compute_t<T>;
-    const Tensor scratch =
-        workspace(sums ? 2 * static_cast<std::size_t>(most_blocks * columns) * sizeof(A) : 0);
+    const Tensor scratch = workspace(sums ? 2 * static_cast<std::size_t>(most_blocks * columns) * sizeof(A) : 0);
     auto* partial = static_cast<A*>(scratch.data());
     NormGradArguments<T> p{data_or_null<T>(g),
                            data_or_null<T>(g_sum),
@@ -262,8 +256,7 @@ void CudaBackend::norm_grad(NormKind kind, const Tensor& g, const Tensor& g_sum,
           constexpr std::size_t kMemory = norm_grad_memory<T, kGroup, kItems>();
           done = kMemory <= properties_.sharedMemPerBlockOptin;
           if (!done) return;
-          blocks =
-              std::min(norm_grad_occupancy(kGroup, kItems) * processors, ceil_div(rows, kBlock / kGroup));
+          blocks = std::min(norm_grad_occupancy(kGroup, kItems) * processors, ceil_div(rows, kBlock / kGroup));
           const auto kernel = norm_grad_kernel<kGroup, kItems, T>;
           if (kMemory > std::size_t{48} << 10)
             MT_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMemory));
@@ -292,8 +285,7 @@ void CudaBackend::norm_grad(NormKind kind, const Tensor& g, const Tensor& g_sum,
     }
     column_sums_kernel<<<dim3(tiles, 2), block, 0, stream()>>>(
         static_cast<const A*>(partial), static_cast<const A*>(partial + most_blocks * columns),
-        static_cast<int>(blocks), columns, accumulate, static_cast<A*>(gw.data()),
-        static_cast<A*>(gb.data()));
+        static_cast<int>(blocks), columns, accumulate, static_cast<A*>(gw.data()), static_cast<A*>(gb.data()));
     MT_LAUNCHED();
   });
 }

@@ -53,24 +53,20 @@ __device__ Found block_sum(const Found& f) {
 }
 
 /// The sum of f(x) over a chunk, of type A.
-template <class A, class T, class F>
-__device__ A sum_of(const T* x, int count, const F& f) {
+template <class A, class T, class F> __device__ A sum_of(const T* x, int count, const F& f) {
   A sum = 0;
-  walk_row<kVector<T>>(x, count, static_cast<int>(threadIdx.x), kThreads,
-                       [&](std::int64_t, const auto& unit) {
-                         constexpr int kElements = static_cast<int>(sizeof(unit.v) / sizeof(T));
+  walk_row<kVector<T>>(x, count, static_cast<int>(threadIdx.x), kThreads, [&](std::int64_t, const auto& unit) {
+    constexpr int kElements = static_cast<int>(sizeof(unit.v) / sizeof(T));
 #pragma unroll
-                         for (int j = 0; j < kElements; ++j) sum += f(unit.v[j]);
-                       });
+    for (int j = 0; j < kElements; ++j) sum += f(unit.v[j]);
+  });
   return sum;
 }
 
-template <class T>
-__device__ Found examine(const T* x, int count) {
+template <class T> __device__ Found examine(const T* x, int count) {
   const auto square = [](T e) { return static_cast<double>(e) * static_cast<double>(e); };
   Found f{block_reduce<kThreads>(sum_of<double>(x, count, square), SumOp{}), 0, 0};
-  if (isfinite(f.squares))
-    return f;  // else count what made it so; the square of a finite f64 may be infinite
+  if (isfinite(f.squares)) return f;  // else count what made it so; the square of a finite f64 may be infinite
   f.infs = sum_of<int>(x, count, [](T e) { return isinf(e) ? 1 : 0; });
   f.nans = sum_of<int>(x, count, [](T e) { return isnan(e) ? 1 : 0; });
   f.infs = block_reduce<kThreads>(f.infs, SumOp{});
@@ -80,33 +76,49 @@ __device__ Found examine(const T* x, int count) {
 
 // Bytes: every gradient once; 124 M f32: 0.5 GB, floor 0.12 ms at 4.2 TB/s. Squares in f64: no f32 is too
 // large.
-__global__ void __launch_bounds__(kThreads) check_kernel(const GradientChunk* chunks, Found* partials) {
-  const GradientChunk c = chunks[blockIdx.x];
-  const Found f = c.wide ? examine(static_cast<const double*>(c.gradient), c.count)
-                         : examine(static_cast<const float*>(c.gradient), c.count);
-  if (threadIdx.x == 0) partials[blockIdx.x] = f;
-}
-
+// The last block to finish adds up, in the order of the blocks.
 __global__ void __launch_bounds__(kThreads)
-    check_total_kernel(const Found* partials, std::int64_t n, StepState* state) {
+    check_kernel(const GradientChunk* chunks, Found* partials, StepState* state) {
+  __shared__ bool last;
   Found f{0, 0, 0};
-  for (std::int64_t i = threadIdx.x; i < n; i += kThreads) f = f + partials[i];
+  if (chunks != nullptr) {
+    const GradientChunk c = chunks[blockIdx.x];
+    f = c.wide ? examine(static_cast<const double*>(c.gradient), c.count)
+               : examine(static_cast<const float*>(c.gradient), c.count);
+  }
+  if (threadIdx.x == 0) {
+    partials[blockIdx.x] = f;
+    __threadfence();
+    auto* done = reinterpret_cast<unsigned long long*>(&state->blocks_done);
+    last = atomicAdd(done, 1ull) + 1 == gridDim.x;
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  f = {0, 0, 0};
+  for (unsigned i = threadIdx.x; i < gridDim.x; i += kThreads) {
+    const double* p = reinterpret_cast<const double*>(partials + i);
+    f = f + Found{__ldcg(p), __double_as_longlong(__ldcg(p + 1)), __double_as_longlong(__ldcg(p + 2))};
+  }
   f = block_sum(f);
   if (threadIdx.x != 0) return;
   state->sum_of_squares = f.squares;
   state->infs = f.infs;
   state->nans = f.nans;
+  state->blocks_done = 0;
 }
 
-__global__ void decide_kernel(const StepRules* rules, StepState* optimizer, ScaleState* scale, bool update) {
+__global__ void decide_kernel(const StepRules* rules, StepState* optimizer, ScaleState* scale, bool update,
+                              StepState* mirror, ScaleState* scale_mirror) {
   decide_step(*rules, *optimizer, scale, update);
+  if (mirror != nullptr) *mirror = *optimizer;
+  if (scale != nullptr && scale_mirror != nullptr) *scale_mirror = *scale;
 }
 
 // ---- updates ----
 
 /// The gradient as the rule sees it: unscaled, then clipped; NaN stays.
-template <class A>
-struct Gradient {
+template <class A> struct Gradient {
   A factor, limit;
   __device__ explicit Gradient(const StepState& s)
       : factor(static_cast<A>(s.factor)),
@@ -119,8 +131,7 @@ struct Gradient {
 
 // A rule on the elements of a chunk: kStates is the number of buffers that it keeps besides the parameter.
 
-template <class A>
-struct AdamMath {
+template <class A> struct AdamMath {
   static constexpr int kStates = 2;
   AdamElement<A> element;
   __device__ AdamMath(const AdamRule& r, const UpdateChunk& c, const StepState& s, const double* corrections)
@@ -137,8 +148,7 @@ struct AdamMath {
   __device__ void operator()(A g, A& w, A& m, A& v) const { element(g, w, m, v); }
 };
 
-template <class A, int kBuffers>
-struct SgdMath {
+template <class A, int kBuffers> struct SgdMath {
   static constexpr int kStates = kBuffers;
   SgdElement<A> element;
   __device__ SgdMath(const SgdRule& r, const UpdateChunk& c, const StepState& s, const double*)
@@ -150,13 +160,10 @@ struct SgdMath {
                 s.applied == 1} {}
   __device__ void operator()(A g, A& w, A& m, A&) const { element(g, w, m); }
 };
-template <class A>
-using PlainSgd = SgdMath<A, 0>;
-template <class A>
-using MomentumSgd = SgdMath<A, 1>;
+template <class A> using PlainSgd = SgdMath<A, 0>;
+template <class A> using MomentumSgd = SgdMath<A, 1>;
 
-template <class T, int V, class A>
-__device__ void narrow(void* working, int at, const Vec<A, V>& w) {
+template <class T, int V, class A> __device__ void narrow(void* working, int at, const Vec<A, V>& w) {
   Vec<T, V> rounded;
 #pragma unroll
   for (int j = 0; j < V; ++j) rounded.v[j] = convert<T>(w.v[j]);
@@ -224,8 +231,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 }
 
 /// Takes the source where the last step was skipped.
-template <class T>
-struct Restore {
+template <class T> struct Restore {
   const StepState* state;
   __device__ T operator()(T source, T target) const {
     const Verdict v = state->verdict;
@@ -240,8 +246,7 @@ void* at(const void* p, std::int64_t bytes) {
 }
 
 /// f(first element, count) for the chunks of n elements.
-template <class F>
-void for_each_chunk(std::int64_t n, const F& f) {
+template <class F> void for_each_chunk(std::int64_t n, const F& f) {
   for (std::int64_t first = 0; first < n; first += kChunk)
     f(first, static_cast<std::int32_t>(std::min<std::int64_t>(kChunk, n - first)));
 }
@@ -256,8 +261,7 @@ void add_chunks(const Tensor& g, std::vector<GradientChunk>& chunks) {
 void add_chunks(const UpdateTensor& t, std::vector<UpdateChunk>& chunks) {
   const bool wide = t.dtype == DType::f64;
   const std::int64_t size = wide ? 8 : 4;
-  std::uintptr_t bits =
-      reinterpret_cast<std::uintptr_t>(t.working) * 2;  // 8 bytes for every 16 of the others
+  std::uintptr_t bits = reinterpret_cast<std::uintptr_t>(t.working) * 2;  // 8 bytes for every 16 of the others
   for (const void* p : {t.gradient, static_cast<const void*>(t.parameter), static_cast<const void*>(t.state1),
                         static_cast<const void*>(t.state2)})
     bits |= reinterpret_cast<std::uintptr_t>(p);
@@ -266,8 +270,8 @@ void add_chunks(const UpdateTensor& t, std::vector<UpdateChunk>& chunks) {
                                                        : Working::bf16;
   for_each_chunk(t.numel, [&](std::int64_t first, std::int32_t count) {
     chunks.push_back({at(t.parameter, first * size), at(t.state1, first * size), at(t.state2, first * size),
-                      at(t.working, first * 2), at(t.gradient, first * size), count, t.lr_scale,
-                      t.weight_decay, type, wide, bits % 16 == 0});
+                      at(t.working, first * 2), at(t.gradient, first * size), count, t.lr_scale, t.weight_decay, type,
+                      wide, bits % 16 == 0});
   });
 }
 
@@ -275,12 +279,11 @@ using Key = std::vector<std::uint64_t>;  // all that a table depends on
 
 std::uint64_t word(const void* p) { return reinterpret_cast<std::uintptr_t>(p); }
 void append(const Tensor& g, Key& key) {
-  key.insert(key.end(),
-             {word(g.data()), static_cast<std::uint64_t>(g.numel()), static_cast<std::uint64_t>(g.dtype())});
+  key.insert(key.end(), {word(g.data()), static_cast<std::uint64_t>(g.numel()), static_cast<std::uint64_t>(g.dtype())});
 }
 void append(const UpdateTensor& t, Key& key) {
-  const auto settings = std::uint64_t{std::bit_cast<std::uint32_t>(t.lr_scale)} << 32 |
-                        std::bit_cast<std::uint32_t>(t.weight_decay);
+  const auto settings =
+      std::uint64_t{std::bit_cast<std::uint32_t>(t.lr_scale)} << 32 | std::bit_cast<std::uint32_t>(t.weight_decay);
   const auto types = static_cast<std::uint64_t>(t.dtype) << 8 | static_cast<std::uint64_t>(t.working_dtype);
   key.insert(key.end(), {word(t.parameter), word(t.gradient), word(t.state1), word(t.state2), word(t.working),
                          static_cast<std::uint64_t>(t.numel), settings, types});
@@ -298,8 +301,7 @@ struct UpdateCache {
   std::list<Table> tables;  // most recently used first
   Key key;                  // of the call in progress
 
-  template <class Chunk, class Item>
-  const Table& find(CudaBackend& backend, std::span<const Item> items) {
+  template <class Chunk, class Item> const Table& find(CudaBackend& backend, std::span<const Item> items) {
     key.assign(1, sizeof(Chunk));
     for (const Item& item : items) append(item, key);
     const auto known = std::ranges::find(tables, key, &Table::key);
@@ -329,24 +331,21 @@ UpdateCache& CudaBackend::update_cache() {
 void CudaBackend::check_gradients(std::span<const Tensor> gradients, StepState* state) {
   const detail::OpRange range("check_gradients");
   const UpdateCache::Table& table = update_cache().find<GradientChunk>(*this, gradients);
-  const Tensor scratch = workspace(static_cast<std::size_t>(table.chunks) * sizeof(Found));
-  auto* partials = static_cast<Found*>(scratch.data());
-  if (table.chunks > 0) {
-    check_kernel<<<static_cast<unsigned>(table.chunks), kThreads, 0, stream()>>>(
-        static_cast<const GradientChunk*>(table.data.data()), partials);
-    MT_LAUNCHED();
-  }
-  check_total_kernel<<<1, kThreads, 0, stream()>>>(partials, table.chunks, state);
+  const auto blocks = static_cast<unsigned>(std::max<std::int64_t>(table.chunks, 1));
+  const Tensor scratch = workspace(blocks * sizeof(Found));
+  const void* chunks = table.chunks > 0 ? table.data.data() : nullptr;
+  check_kernel<<<blocks, kThreads, 0, stream()>>>(static_cast<const GradientChunk*>(chunks),
+                                                  static_cast<Found*>(scratch.data()), state);
   MT_LAUNCHED();
 }
 
-void CudaBackend::decide(const StepRules* rules, StepState* optimizer, ScaleState* scale, bool update_scale) {
-  decide_kernel<<<1, 1, 0, stream()>>>(rules, optimizer, scale, update_scale);
+void CudaBackend::decide(const StepRules* rules, StepState* optimizer, ScaleState* scale, bool update_scale,
+                         StepState* mirror, ScaleState* scale_mirror) {
+  decide_kernel<<<1, 1, 0, stream()>>>(rules, optimizer, scale, update_scale, mirror, scale_mirror);
   MT_LAUNCHED();
 }
 
-void CudaBackend::sgd_update(std::span<const UpdateTensor> tensors, const SgdRule& rule,
-                             const StepState* state) {
+void CudaBackend::sgd_update(std::span<const UpdateTensor> tensors, const SgdRule& rule, const StepState* state) {
   const detail::OpRange range("sgd_update");
   const UpdateCache::Table& table = update_cache().find<UpdateChunk>(*this, tensors);
   if (table.chunks == 0) return;
@@ -360,8 +359,7 @@ void CudaBackend::sgd_update(std::span<const UpdateTensor> tensors, const SgdRul
   MT_LAUNCHED();
 }
 
-void CudaBackend::adam_update(std::span<const UpdateTensor> tensors, const AdamRule& rule,
-                              const StepState* state) {
+void CudaBackend::adam_update(std::span<const UpdateTensor> tensors, const AdamRule& rule, const StepState* state) {
   const detail::OpRange range("adam_update");
   const UpdateCache::Table& table = update_cache().find<UpdateChunk>(*this, tensors);
   if (table.chunks == 0) return;
@@ -373,9 +371,8 @@ void CudaBackend::adam_update(std::span<const UpdateTensor> tensors, const AdamR
 void CudaBackend::restore_if_skipped(const Tensor& source, const StepState* state, Tensor& target) {
   if (target.numel() == 0) return;
   const detail::OpRange range("restore_if_skipped");
-  visit_bits(target.dtype(), [&]<class T>() {
-    map<MapPaths::kElements, T, T, T>(*this, Restore<T>{state}, target, source, target);
-  });
+  visit_bits(target.dtype(),
+             [&]<class T>() { map<MapPaths::kElements, T, T, T>(*this, Restore<T>{state}, target, source, target); });
 }
 
 }  // namespace mantissa

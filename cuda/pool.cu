@@ -33,8 +33,8 @@ struct Pixels {
   Pixels(const Tensor& x, const Pool2dOptions& o, int v)
       : units(x.numel() / v),
         vector(v),
-        small(units < kMaxUnits && x.size(2) + o.padding[0] < kMaxUnits &&
-              x.size(3) + o.padding[1] < kMaxUnits && o.stride[0] < kMaxUnits && o.stride[1] < kMaxUnits),
+        small(units < kMaxUnits && x.size(2) + o.padding[0] < kMaxUnits && x.size(3) + o.padding[1] < kMaxUnits &&
+              o.stride[0] < kMaxUnits && o.stride[1] < kMaxUnits),
         channels(x.size(1) / v),
         columns(x.size(3)),
         rows(x.size(2)) {}
@@ -91,10 +91,8 @@ struct Pooled {
   __device__ std::int64_t output(const Place& at, std::int64_t row, std::int64_t column) const {
     return ((at.image * rows.out + row) * columns.out + column) * channels + at.channel;
   }
-  template <class A>
-  __device__ A scale(std::int64_t row, std::int64_t column) const {
-    return A(1) /
-           static_cast<A>(rows.extent(row, count_include_pad) * columns.extent(column, count_include_pad));
+  template <class A> __device__ A scale(std::int64_t row, std::int64_t column) const {
+    return A(1) / static_cast<A>(rows.extent(row, count_include_pad) * columns.extent(column, count_include_pad));
   }
 };
 
@@ -113,8 +111,7 @@ __global__ void __launch_bounds__(kThreads) pool_kernel(Pixels pixels, Pooled s,
     for (std::int64_t q = columns.begin; q < columns.end; ++q) {
       const Vec<T, V> v = load<V>(x + s.input(at, p, q));
 #pragma unroll
-      for (int j = 0; j < V; ++j)
-        result[j] = kMax ? MaxOp()(result[j], widen(v.v[j])) : result[j] + widen(v.v[j]);
+      for (int j = 0; j < V; ++j) result[j] = kMax ? MaxOp()(result[j], widen(v.v[j])) : result[j] + widen(v.v[j]);
     }
   const A scale = kMax ? A(1) : s.scale<A>(at.row, at.column);
   Vec<T, V> rounded;
@@ -124,8 +121,7 @@ __global__ void __launch_bounds__(kThreads) pool_kernel(Pixels pixels, Pooled s,
 }
 
 /// The channels, as bits, at which x is the maximum that y holds: equal to it, or NaN like it.
-template <int V, class T>
-__device__ unsigned matches(const Vec<T, V>& x, const Vec<T, V>& y) {
+template <int V, class T> __device__ unsigned matches(const Vec<T, V>& x, const Vec<T, V>& y) {
   unsigned bits = 0;
 #pragma unroll
   for (int j = 0; j < V; ++j) {
@@ -156,8 +152,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t unit = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (unit >= pixels.units) return;
   const Place at = pixels.at(unit);
-  const Range rows = s.rows.windows(at.row, pixels.small),
-              columns = s.columns.windows(at.column, pixels.small);
+  const Range rows = s.rows.windows(at.row, pixels.small), columns = s.columns.windows(at.column, pixels.small);
   A sum[V] = {};
   Vec<T, V> own;
   if constexpr (kMax) own = load<V>(x + unit * V);
@@ -168,8 +163,7 @@ __global__ void __launch_bounds__(kThreads)
       if constexpr (kMax) {
         const Vec<T, V> best = load<V>(y + out);
         unsigned mine = matches<V>(own, best);
-        if (mine != 0)
-          mine = without_earlier<V>(s, at, s.rows.pixels(row), s.columns.pixels(column), x, best, mine);
+        if (mine != 0) mine = without_earlier<V>(s, at, s.rows.pixels(row), s.columns.pixels(column), x, best, mine);
 #pragma unroll
         for (int j = 0; j < V; ++j) sum[j] += (mine >> j & 1u) != 0 ? widen(value.v[j]) : A(0);
       } else {
@@ -206,8 +200,7 @@ void CudaBackend::pool2d(Pooling kind, const Tensor& x, const Pool2dOptions& opt
     auto* py = static_cast<T*>(y.data());
     const auto launch = [&]<bool kMax, int V>() {
       const Pixels pixels(y, options, V);
-      pool_kernel<kMax, V>
-          <<<blocks_for(pixels), kThreads, 0, stream()>>>(pixels, Pooled(x, y, options), px, py);
+      pool_kernel<kMax, V><<<blocks_for(pixels), kThreads, 0, stream()>>>(pixels, Pooled(x, y, options), px, py);
       MT_LAUNCHED();
     };
     with_variant<T>(kind, x.size(1), launch, px, py);

@@ -20,17 +20,14 @@ struct Draw {
 
 __global__ void random_base_kernel(PhiloxState state, PhiloxState* base) { *base = state; }
 
-template <class A>
-struct Dropout {
+template <class A> struct Dropout {
   Draw draw;
   float p;
   A factor;
-  template <int V>
-  __device__ void drop(std::int64_t quad, A (&x)[V], int first = 0) const {
+  template <int V> __device__ void drop(std::int64_t quad, A (&x)[V], int first = 0) const {
     const Philox4 bits = draw(quad);
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-      x[first + j] = uniform_from_bits(bits.lane[j]) >= p ? x[first + j] * factor : A(0);
+    for (int j = 0; j < 4; ++j) x[first + j] = uniform_from_bits(bits.lane[j]) >= p ? x[first + j] * factor : A(0);
   }
 };
 
@@ -75,8 +72,7 @@ __device__ inline void normal_pair(std::uint32_t bits0, std::uint32_t bits1, dou
 
 // Bytes: y once, but the arithmetic costs more: f64 as on the CPU, so that both draw the same values.
 template <class T, RandomKind kKind>
-__global__ void __launch_bounds__(kThreads)
-    random_kernel(double a, double b, Draw draw, std::int64_t n, T* y) {
+__global__ void __launch_bounds__(kThreads) random_kernel(double a, double b, Draw draw, std::int64_t n, T* y) {
   const std::int64_t quad = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (quad * 4 >= n) return;
   const Philox4 bits = draw(quad);

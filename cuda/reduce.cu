@@ -13,16 +13,14 @@ namespace mantissa {
 namespace {
 
 /// Where results go: y, of any float type, or partial results in the compute type.
-template <class A>
-struct Target {
+template <class A> struct Target {
   void* y;
   DType dtype;
   bool accumulate;
   A divisor;
   RowMajor at;
 
-  template <class T>
-  __device__ void put(T* p, A value) const {
+  template <class T> __device__ void put(T* p, A value) const {
     *p = convert<T>(accumulate ? convert<A>(*p) + value : value);
   }
   __device__ void write(std::int64_t result, A value) const {
@@ -52,8 +50,7 @@ struct Work {
 template <class Op, int kGroup, bool kRun, class T>
 __global__ void __launch_bounds__(kThreads) along_kernel(Work work, const T* x, Target<compute_t<T>> target) {
   using A = compute_t<T>;
-  const std::int64_t result =
-      static_cast<std::int64_t>(blockIdx.x) * (kThreads / kGroup) + threadIdx.x / kGroup;
+  const std::int64_t result = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kGroup) + threadIdx.x / kGroup;
   if (result >= work.results) return;
   const Op op;
   const int thread = threadIdx.x % kGroup;
@@ -74,8 +71,8 @@ __global__ void __launch_bounds__(kThreads) along_kernel(Work work, const T* x, 
 }
 
 // Bytes: x once; floor = those / bandwidth. threadIdx.x: neighbouring results, V a thread; threadIdx.y and
-// blockIdx.y: their elements.
-template <class Op, int V, class T>
+// blockIdx.y: their elements. kEven: the elements of a result lie at one distance.
+template <class Op, int V, bool kEven, class T>
 __global__ void __launch_bounds__(512) across_kernel(Work work, const T* x, Target<compute_t<T>> target) {
   using A = compute_t<T>;
   extern __shared__ __align__(16) unsigned char memory[];
@@ -88,12 +85,14 @@ __global__ void __launch_bounds__(512) across_kernel(Work work, const T* x, Targ
   if (inside) {
     x += work.base(unit * V);
     const std::int64_t end = min((blockIdx.y + 1) * work.part, work.count);
-    constexpr int kInFlight = sizeof(T) * V == 16 ? 8 : 4;
+    constexpr int kInFlight = kEven ? 8 : 1;
+    const std::int64_t distance = work.element.stride[0];
     for (std::int64_t i = blockIdx.y * work.part + threadIdx.y; i < end; i += kInFlight * blockDim.y) {
       Vec<T, V> v[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u)
-        if (i + u * blockDim.y < end) v[u] = load<V>(x + work.element(i + u * blockDim.y));
+        if (const std::int64_t k = i + u * blockDim.y; k < end)
+          v[u] = load<V>(x + (kEven ? k * distance : work.element(k)));
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         if (i + u * blockDim.y >= end) continue;
@@ -115,18 +114,12 @@ __global__ void __launch_bounds__(512) across_kernel(Work work, const T* x, Targ
   }
 }
 
-template <class A>
-constexpr DType dtype_for = std::is_same_v<A, double> ? DType::f64 : DType::f32;
+template <class A> constexpr DType dtype_for = std::is_same_v<A, double> ? DType::f64 : DType::f32;
 
 class Reduction {
  public:
   Reduction(CudaBackend& backend, const Tensor& x, bool accumulate, double divisor, Tensor& y)
-      : backend_(backend),
-        counters(backend.counters),
-        accumulate_(accumulate),
-        divisor_(divisor),
-        y_(y),
-        x_(x) {
+      : backend_(backend), counters(backend.counters), accumulate_(accumulate), divisor_(divisor), y_(y), x_(x) {
     const auto plan = make_plan<2>(x.shape(), {&y, &x});
     for (int d = 0; d < plan.rank; ++d) {
       if (plan.strides[0][d] == 0) {
@@ -146,20 +139,15 @@ class Reduction {
     run_ = work_.element.rank == 1 && work_.element.stride[0] == 1;
   }
 
-  template <class Op, class T>
-  void run() {
-    along_ ? along<Op, T>() : across<Op, T>();
-  }
+  template <class Op, class T> void run() { along_ ? along<Op, T>() : across<Op, T>(); }
 
  private:
   static constexpr std::int64_t kShortRun = 16;
 
-  template <class A>
-  Target<A> target() const {
+  template <class A> Target<A> target() const {
     return {y_.data(), y_.dtype(), accumulate_, static_cast<A>(divisor_), y_at_};
   }
-  template <class A>
-  static Target<A> partial_target(const Tensor& memory, std::int64_t n) {
+  template <class A> static Target<A> partial_target(const Tensor& memory, std::int64_t n) {
     Target<A> t{memory.data(), dtype_for<A>, false, A(1), {}};
     t.at.push(n, 1);
     t.at.finish();
@@ -167,10 +155,8 @@ class Reduction {
   }
 
   template <class Op, int kGroup, class T>
-  void launch_along(const Work& work, bool run, const T* x, const Target<compute_t<T>>& target,
-                    std::int64_t parts) {
-    const dim3 grid(static_cast<unsigned>(ceil_div(work.results, kThreads / kGroup)),
-                    static_cast<unsigned>(parts));
+  void launch_along(const Work& work, bool run, const T* x, const Target<compute_t<T>>& target, std::int64_t parts) {
+    const dim3 grid(static_cast<unsigned>(ceil_div(work.results, kThreads / kGroup)), static_cast<unsigned>(parts));
     if (run) {
       along_kernel<Op, kGroup, true><<<grid, kThreads, 0, backend_.stream()>>>(work, x, target);
     } else {
@@ -179,8 +165,7 @@ class Reduction {
     MT_LAUNCHED();
   }
 
-  template <class Op, class T>
-  void along() {
+  template <class Op, class T> void along() {
     using A = compute_t<T>;
     const auto* x = static_cast<const T*>(x_.data());
     const std::int64_t wanted = ceil_div(8 * backend_.properties().multiProcessorCount, work_.results);
@@ -204,33 +189,34 @@ class Reduction {
   }
 
   template <class Op, int V, class T>
-  void launch_across(const Work& work, int rows, const T* x, const Target<compute_t<T>>& target,
-                     std::int64_t parts) {
+  void launch_across(const Work& work, int rows, const T* x, const Target<compute_t<T>>& target, std::int64_t parts) {
     const std::int64_t units = work.results / V;
     unsigned width = 1, height = 1;
     while (width < kWarp && width < units) width *= 2;
     while (height * 2 * width <= static_cast<unsigned>(rows * kWarp) && height < work.part) height *= 2;
     const dim3 grid(static_cast<unsigned>(ceil_div(units, width)), static_cast<unsigned>(parts));
-    across_kernel<Op, V>
-        <<<grid, dim3(width, height), width * height * V * sizeof(compute_t<T>), backend_.stream()>>>(work, x,
-                                                                                                      target);
+    const dim3 block(width, height);
+    const std::size_t shared = width * height * V * sizeof(compute_t<T>);
+    if (work.element.rank == 1) {
+      across_kernel<Op, V, true><<<grid, block, shared, backend_.stream()>>>(work, x, target);
+    } else {
+      across_kernel<Op, V, false><<<grid, block, shared, backend_.stream()>>>(work, x, target);
+    }
     MT_LAUNCHED();
   }
 
-  template <class Op, class T>
-  void across() {
+  template <class Op, class T> void across() {
     constexpr int V = kVector<T>;
     const RowMajor& kept = work_.base;
     const int inner = kept.rank - 1;
-    bool vectors = kept.stride[inner] == 1 && kept.size[inner] % V == 0 &&
-                   reinterpret_cast<std::uintptr_t>(x_.data()) % 16 == 0;
+    bool vectors =
+        kept.stride[inner] == 1 && kept.size[inner] % V == 0 && reinterpret_cast<std::uintptr_t>(x_.data()) % 16 == 0;
     for (int d = 0; d < inner; ++d) vectors = vectors && kept.stride[d] % V == 0;
     for (int d = 0; d < work_.element.rank; ++d) vectors = vectors && work_.element.stride[d] % V == 0;
     vectors ? across_with<Op, V, T>() : across_with<Op, 1, T>();
   }
 
-  template <class Op, int V, class T>
-  void across_with() {
+  template <class Op, int V, class T> void across_with() {
     using A = compute_t<T>;
     const auto* x = static_cast<const T*>(x_.data());
     const std::int64_t blocks = ceil_div(work_.results / V, kWarp);
@@ -250,7 +236,7 @@ class Reduction {
     launch_across<Op, 1>(second, 16, static_cast<const A*>(memory.data()), target<A>(), 1);
   }
 
-  static constexpr std::int64_t kPartElements = 8192, kPartRows = 32;  // least work of a block
+  static constexpr std::int64_t kPartElements = 8192, kPartRows = 128;  // least work of a block
 
   CudaBackend& backend_;
   BackendCounters& counters;  // named as MT_LAUNCHED expects

@@ -15,8 +15,7 @@ __device__ inline float exp_of_16_bit(float x) {
   return y;
 }
 
-template <class T>
-__device__ inline compute_t<T> exp_for(compute_t<T> x) {
+template <class T> __device__ inline compute_t<T> exp_for(compute_t<T> x) {
   if constexpr (sizeof(T) == 2) {
     return exp_of_16_bit(x);
   } else if constexpr (std::is_same_v<T, double>) {
@@ -28,13 +27,11 @@ __device__ inline compute_t<T> exp_for(compute_t<T> x) {
 
 /// sum of exp(x - max) with the maximum so far (Milakov and Gimelshein 2018). The maximum starts at the
 /// lowest finite value, so that -inf adds 0 and NaN, or inf, makes the sum NaN.
-template <class T>
-struct OnlineSum {
+template <class T> struct OnlineSum {
   using A = compute_t<T>;
   A max = std::is_same_v<A, double> ? A(-DBL_MAX) : A(-FLT_MAX), sum = 0;
 
-  template <int V>
-  __device__ void add(const Vec<T, V>& x) {
+  template <int V> __device__ void add(const Vec<T, V>& x) {
     A value[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) value[j] = widen(x.v[j]);
@@ -49,8 +46,7 @@ struct OnlineSum {
     for (int j = 0; j < V; ++j) sum += exp_for<T>(value[j] - max);
   }
   /// Joins the parts of a block (or of each warp).
-  template <int kBlock>
-  __device__ void join() {
+  template <int kBlock> __device__ void join() {
     const A all = block_reduce<kBlock>(max, Larger{});
     sum = block_reduce<kBlock>(sum * exp_for<T>(max - all), SumOp{});
     max = all;

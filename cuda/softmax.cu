@@ -7,8 +7,7 @@ namespace mantissa {
 namespace {
 
 // A group of kGroup threads a row: a warp (several rows a block) or a whole block.
-template <int kGroup>
-inline constexpr int kBlockOf = kGroup < kThreads ? kThreads : kGroup;
+template <int kGroup> inline constexpr int kBlockOf = kGroup < kThreads ? kThreads : kGroup;
 
 // Two reads (the second from a cache for all but the longest rows) and one write; floor = (x + y bytes) /
 // bandwidth.
@@ -72,16 +71,14 @@ __global__ void __launch_bounds__(kBlockOf<kGroup>)
 }
 
 /// f<kGroup, V>() for the row length and alignment.
-template <class T, class F>
-void with_group(std::int64_t columns, bool vectors, F&& f) {
+template <class T, class F> void with_group(std::int64_t columns, bool vectors, F&& f) {
   if (!vectors) return columns <= 1024 ? f.template operator()<kWarp, 1>() : f.template operator()<1024, 1>();
   if (columns <= 2048) return f.template operator()<kWarp, kVector<T>>();
   if (columns <= 16384) return f.template operator()<kThreads, kVector<T>>();
   return f.template operator()<1024, kVector<T>>();
 }
 
-template <int kGroup>
-unsigned blocks_for(std::int64_t rows) {
+template <int kGroup> unsigned blocks_for(std::int64_t rows) {
   return static_cast<unsigned>(ceil_div(rows, kBlockOf<kGroup> / kGroup));
 }
 

@@ -15,9 +15,11 @@ std::string fixed(double x, int digits) {
 std::string mebibytes(std::int64_t bytes) { return fixed(static_cast<double>(bytes) / (1 << 20), 1); }
 
 std::vector<std::string> row(const RunResult& r) {
-  std::vector<std::string> cells{to_string(r.precision), fixed(r.loss, 4), r.score, fixed(r.seconds, 1), mebibytes(r.memory.peak)};
-  for (const auto category : {mt::MemoryCategory::weights, mt::MemoryCategory::working_copies, mt::MemoryCategory::gradients,
-                              mt::MemoryCategory::optimizer_state, mt::MemoryCategory::activations})
+  std::vector<std::string> cells{to_string(r.precision), fixed(r.loss, 4), r.score, fixed(r.seconds, 1),
+                                 mebibytes(r.memory.peak)};
+  for (const auto category :
+       {mt::MemoryCategory::weights, mt::MemoryCategory::working_copies, mt::MemoryCategory::gradients,
+        mt::MemoryCategory::optimizer_state, mt::MemoryCategory::activations})
     cells.push_back(mebibytes(r.memory.peak_by_category[static_cast<std::size_t>(category)]));
   cells.push_back(std::to_string(r.skipped));
   cells.push_back(r.scale > 0 ? fixed(r.scale, 0) : "-");
@@ -29,7 +31,8 @@ std::vector<std::string> row(const RunResult& r) {
 void add_common_options(CLI::App& app, CommonOptions& o) {
   std::string names;
   for (const auto& name : mt::precision_names()) names += name + ", ";
-  app.add_option("--precision", o.precision, names + "or all (fp32, bf16-mixed and fp16-mixed from the same seed)")->capture_default_str();
+  app.add_option("--precision", o.precision, names + "or all (fp32, bf16-mixed and fp16-mixed from the same seed)")
+      ->capture_default_str();
   app.add_option("--device", o.device, "auto, cpu, cuda or cuda:N")->capture_default_str();
   app.add_option("--seed", o.seed, "of the initial weights, the order of the data, and dropout")->capture_default_str();
   app.add_option("--threads", o.threads, "of the CPU backend; 0: all cores")->capture_default_str();
@@ -44,9 +47,10 @@ int run_precisions(const CommonOptions& options, const std::string& title, const
     if (options.threads > 0) mt::set_num_threads(options.threads);
     std::vector<mt::Precision> precisions{mt::Precision::fp32, mt::Precision::bf16_mixed, mt::Precision::fp16_mixed};
     if (options.precision != "all") precisions = {mt::parse_precision(options.precision)};
-    std::cout << title << " on " << device << (device.is_cpu() ? ", " + std::to_string(mt::num_threads()) + " threads" : "") << "\n";
-    mt::train::Table table({"precision", "final loss", score_name, "seconds", "peak MiB", "weights", "16-bit copies", "gradients",
-                            "optimizer", "activations", "skipped", "scale"});
+    std::cout << title << " on " << device
+              << (device.is_cpu() ? ", " + std::to_string(mt::num_threads()) + " threads" : "") << "\n";
+    mt::train::Table table({"precision", "final loss", score_name, "seconds", "peak MiB", "weights", "16-bit copies",
+                            "gradients", "optimizer", "activations", "skipped", "scale"});
     const mt::train::StopSignal stop;
     bool interrupted = false;
     for (const mt::Precision precision : precisions) {

@@ -27,10 +27,10 @@ void add_common_options(CLI::App& app, CommonOptions& options);
 struct RunResult {
   mt::Precision precision = mt::Precision::fp32;
   double loss = 0, seconds = 0;
-  std::string score = {};      // accuracy, bits per byte, ...
+  std::string score = {};  // accuracy, bits per byte, ...
   mt::MemoryStats memory = {};
   std::int64_t skipped = 0;
-  double scale = 0;            // 0: the scaler was not needed
+  double scale = 0;  // 0: the scaler was not needed
   bool interrupted = false;
 };
 

@@ -1,6 +1,6 @@
 // The whole of it: f32 masters, f16 compute, a dynamic loss scale. Delete the Autocast line and it trains in f32.
-#include <cstdio>
 #include <mantissa/mantissa.h>
+#include <cstdio>
 
 namespace mt = mantissa;
 
@@ -23,6 +23,7 @@ int main() {
     optimizer.clip_grad_norm(1.0);
     const auto result = scaler.step(optimizer);  // unscale, check, update or skip, adapt the scale
     if (step % 50 == 0)
-      std::printf("step %3d  loss %.4f  scale %.0f  %s\n", step, loss.item(), scaler.scale(), to_string(result.verdict()).c_str());
+      std::printf("step %3d  loss %.4f  scale %.0f  %s\n", step, loss.item(), scaler.scale(),
+                  to_string(result.verdict()).c_str());
   }
 }

@@ -45,7 +45,8 @@ double accuracy(Classifier& model, mt::train::ImageLoader& loader, mt::Precision
 RunResult train(const Options& o, mt::Precision precision, mt::Device device, const mt::train::StopSignal& stop) {
   const auto start = std::chrono::steady_clock::now();
   mt::train::ImageDataset images = mt::train::load_fashion_mnist(mt::train::Split::train, o.data);
-  if (o.limit > 0 && o.limit < images.size()) images = {images.images.slice(0, 0, o.limit), images.labels.slice(0, 0, o.limit), images.classes};
+  if (o.limit > 0 && o.limit < images.size())
+    images = {images.images.slice(0, 0, o.limit), images.labels.slice(0, 0, o.limit), images.classes};
   mt::train::ImageLoader loader(images, {.batch = o.batch, .seed = o.seed, .device = device});
   mt::train::ImageLoader test(mt::train::load_fashion_mnist(mt::train::Split::test, o.data),
                               {.batch = 500, .shuffle = false, .drop_last = false, .device = device});
@@ -57,7 +58,10 @@ RunResult train(const Options& o, mt::Precision precision, mt::Device device, co
   mt::optim::LossScaler scaler;
 
   std::unique_ptr<mt::train::JsonLog> log = o.log.empty() ? nullptr : std::make_unique<mt::train::JsonLog>(o.log);
-  mt::train::Progress progress(total, {.label = to_string(precision), .unit = "images", .units_per_step = static_cast<double>(o.batch), .quiet = o.quiet});
+  mt::train::Progress progress(total, {.label = to_string(precision),
+                                       .unit = "images",
+                                       .units_per_step = static_cast<double>(o.batch),
+                                       .quiet = o.quiet});
   RunResult result{.precision = precision};
   mt::Tensor loss;
   std::int64_t step = 0;
@@ -102,11 +106,15 @@ int main(int argc, char** argv) {
   add_common_options(app, o);
   app.add_option("--model", o.model, "cnn or mlp")->check(CLI::IsMember({"cnn", "mlp"}))->capture_default_str();
   app.add_option("--data", o.data, "directory of the IDX files")->capture_default_str();
-  app.add_option("--epochs", o.epochs, "passes over the training images")->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--epochs", o.epochs, "passes over the training images")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   app.add_option("--batch", o.batch, "images a step")->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--limit", o.limit, "use only the first so many training images; 0: all")->capture_default_str();
   app.add_option("--lr", o.lr, "learning rate")->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--weight-decay", o.weight_decay, "of AdamW")->check(CLI::NonNegativeNumber)->capture_default_str();
   CLI11_PARSE(app, argc, argv);
-  return run_precisions(o, "Fashion-MNIST, " + o.model, "accuracy", [&](mt::Precision p, mt::Device d, const mt::train::StopSignal& stop) { return train(o, p, d, stop); });
+  return run_precisions(
+      o, "Fashion-MNIST, " + o.model, "accuracy",
+      [&](mt::Precision p, mt::Device d, const mt::train::StopSignal& stop) { return train(o, p, d, stop); });
 }

@@ -49,7 +49,9 @@ Embedding::Embedding(std::int64_t rows, std::int64_t size, Device device) {
 void Embedding::visit(Visitor& v) { v("weight", weight); }
 
 LayerNorm::LayerNorm(std::int64_t size, double epsilon, Device device)
-    : weight(parameter(mantissa::ones(one_axis("LayerNorm", size)), device)), bias(parameter(mantissa::zeros({size}), device)), eps(epsilon) {}
+    : weight(parameter(mantissa::ones(one_axis("LayerNorm", size)), device)),
+      bias(parameter(mantissa::zeros({size}), device)),
+      eps(epsilon) {}
 void LayerNorm::visit(Visitor& v) {
   v("weight", weight);
   v("bias", bias);
@@ -61,7 +63,8 @@ void RMSNorm::visit(Visitor& v) { v("weight", weight); }
 
 Conv2d::Conv2d(std::int64_t in, std::int64_t out, std::int64_t kernel, Options o, Device device) {
   check_sizes("Conv2d", {in, out, kernel, o.stride, o.dilation, o.groups});
-  MT_CHECK(ConfigError, in % o.groups == 0 && out % o.groups == 0, "Conv2d: ", o.groups, " groups do not divide ", in, " and ", out, " channels");
+  MT_CHECK(ConfigError, in % o.groups == 0 && out % o.groups == 0, "Conv2d: ", o.groups, " groups do not divide ", in,
+           " and ", out, " channels");
   const Shape shape{out, in / o.groups, kernel, kernel};
   weight = parameter(channels_last(init::fan_in_uniform(shape, shape)), device);
   if (o.bias) bias = parameter(init::fan_in_uniform({out}, shape), device);
@@ -102,7 +105,8 @@ AvgPool2d::AvgPool2d(std::int64_t kernel, std::int64_t stride, std::int64_t padd
 
 SelfAttention::SelfAttention(std::int64_t width, int head_count, Device device)
     : qkv(width, 3 * width, device), proj(width, width, device), heads(head_count) {
-  MT_CHECK(ConfigError, heads > 0 && width % heads == 0, "SelfAttention: ", heads, " heads do not divide width ", width);
+  MT_CHECK(ConfigError, heads > 0 && width % heads == 0, "SelfAttention: ", heads, " heads do not divide width ",
+           width);
 }
 void SelfAttention::visit(Visitor& v) {
   v("qkv", qkv);

@@ -32,7 +32,9 @@ struct LayerNorm : Module {
   void visit(Visitor& v) override;
   Tensor operator()(const Tensor& x) const { return layer_norm(x, weight, bias, eps); }
   /// The norm of x + residual, and the sum itself.
-  Normed operator()(const Tensor& x, const Tensor& residual) const { return add_layer_norm(x, residual, weight, bias, eps); }
+  Normed operator()(const Tensor& x, const Tensor& residual) const {
+    return add_layer_norm(x, residual, weight, bias, eps);
+  }
 
   Tensor weight, bias;
   double eps;
@@ -54,7 +56,8 @@ struct Conv2d : Module {
     bool bias = true;
   };
   Conv2d(std::int64_t in, std::int64_t out, std::int64_t kernel, Options options, Device device = {});
-  Conv2d(std::int64_t in, std::int64_t out, std::int64_t kernel, Device device = {}) : Conv2d(in, out, kernel, Options{}, device) {}
+  Conv2d(std::int64_t in, std::int64_t out, std::int64_t kernel, Device device = {})
+      : Conv2d(in, out, kernel, Options{}, device) {}
   void visit(Visitor& v) override;
   Tensor operator()(const Tensor& x) const { return conv2d(x, weight, bias, options); }
 

@@ -12,7 +12,9 @@ namespace mantissa::nn {
 MLP::MLP(const std::vector<std::int64_t>& sizes, Device device) {
   MT_CHECK(ConfigError, sizes.size() >= 2, "MLP: need at least an input and an output size");
   for (std::size_t i = 0; i + 1 < sizes.size(); ++i)
-    layers.emplace_back(sizes[i], sizes[i + 1], Linear::Options{.activation = i + 2 < sizes.size() ? Activation::relu : Activation::none}, device);
+    layers.emplace_back(sizes[i], sizes[i + 1],
+                        Linear::Options{.activation = i + 2 < sizes.size() ? Activation::relu : Activation::none},
+                        device);
 }
 
 Tensor MLP::operator()(const Tensor& x) const {
@@ -63,7 +65,10 @@ void GPT::Block::visit(Visitor& v) {
 }
 
 GPT::GPT(const GPTOptions& o, Device device)
-    : options(o), tokens(o.vocabulary, o.width, device), positions(o.context, o.width, device), norm(o.width, 1e-5, device) {
+    : options(o),
+      tokens(o.vocabulary, o.width, device),
+      positions(o.context, o.width, device),
+      norm(o.width, 1e-5, device) {
   MT_CHECK(ConfigError, o.layers > 0, "GPT: need at least one layer, got ", o.layers);
   blocks.reserve(static_cast<std::size_t>(o.layers));
   for (int i = 0; i < o.layers; ++i) blocks.emplace_back(o, device);
@@ -87,10 +92,12 @@ void GPT::visit(Visitor& v) {
 }
 
 Tensor GPT::operator()(const Tensor& ids) const {
-  MT_CHECK(ShapeError, ids.rank() == 2 && ids.size(1) <= options.context, "GPT: expected tokens [batch, length <= ", options.context, "], got ", ids);
+  MT_CHECK(ShapeError, ids.rank() == 2 && ids.size(1) <= options.context,
+           "GPT: expected tokens [batch, length <= ", options.context, "], got ", ids);
   const auto drop = [this](const Tensor& x) { return dropout(x, options.dropout, training()); };
   // Made once: an upload in every step would wait for the device.
-  if (!places_.defined() || places_.device() != ids.device()) places_ = arange(options.context, {DType::i64, ids.device()});
+  if (!places_.defined() || places_.device() != ids.device())
+    places_ = arange(options.context, {DType::i64, ids.device()});
   Tensor residual = drop(tokens(ids) + positions(places_.slice(0, 0, ids.size(1))));
   Tensor x = blocks[0].norm1(residual);
   for (std::size_t i = 0; i < blocks.size(); ++i) {
@@ -100,11 +107,13 @@ Tensor GPT::operator()(const Tensor& ids) const {
     // The lambdas outlive this call when they are checkpointed: they hold copies.
     const auto mix = [drop, &block](const Tensor& in) { return drop(block.attention(in)); };
     const auto feed_forward = [drop, &block](const Tensor& in) { return drop(block.down(block.up(in))); };
-    const Tensor mixed = options.checkpoint_blocks ? checkpoint([mix](std::span<const Tensor> in) { return mix(in[0]); }, {x}) : mix(x);
+    const Tensor mixed =
+        options.checkpoint_blocks ? checkpoint([mix](std::span<const Tensor> in) { return mix(in[0]); }, {x}) : mix(x);
     Normed sum = block.norm2(mixed, residual);
-    const Tensor fed = options.checkpoint_blocks
-                           ? checkpoint([feed_forward](std::span<const Tensor> in) { return feed_forward(in[0]); }, {sum.y})
-                           : feed_forward(sum.y);
+    const Tensor fed =
+        options.checkpoint_blocks
+            ? checkpoint([feed_forward](std::span<const Tensor> in) { return feed_forward(in[0]); }, {sum.y})
+            : feed_forward(sum.y);
     sum = next(fed, sum.sum);
     x = sum.y;
     residual = sum.sum;
@@ -142,8 +151,10 @@ std::vector<std::int64_t> GPT::generate(std::vector<std::int64_t> prompt, int co
     }
     std::vector<std::size_t> order(scores.size());
     std::iota(order.begin(), order.end(), std::size_t{0});
-    const auto kept = static_cast<std::ptrdiff_t>(top_k > 0 ? std::min<std::size_t>(static_cast<std::size_t>(top_k), order.size()) : order.size());
-    std::partial_sort(order.begin(), order.begin() + kept, order.end(), [&](auto a, auto b) { return scores[a] > scores[b]; });
+    const auto kept = static_cast<std::ptrdiff_t>(
+        top_k > 0 ? std::min<std::size_t>(static_cast<std::size_t>(top_k), order.size()) : order.size());
+    std::partial_sort(order.begin(), order.begin() + kept, order.end(),
+                      [&](auto a, auto b) { return scores[a] > scores[b]; });
     double total = 0;
     std::vector<double> cumulative;
     for (std::ptrdiff_t k = 0; k < kept; ++k) {
@@ -153,7 +164,8 @@ std::vector<std::int64_t> GPT::generate(std::vector<std::int64_t> prompt, int co
     const PhiloxState state = reserve_random(1);
     const double u = total * static_cast<double>(uniform_from_bits(philox(state.seed, state.offset).lane[0]));
     const auto pick = std::ranges::upper_bound(cumulative, u) - cumulative.begin();
-    prompt.push_back(static_cast<std::int64_t>(order[static_cast<std::size_t>(std::min<std::ptrdiff_t>(pick, kept - 1))]));
+    prompt.push_back(
+        static_cast<std::int64_t>(order[static_cast<std::size_t>(std::min<std::ptrdiff_t>(pick, kept - 1))]));
   }
   return prompt;
 }

@@ -56,7 +56,8 @@ struct GPT : Module {
   /// Mean cross entropy of the next token; targets[B,T].
   Tensor loss(const Tensor& tokens, const Tensor& targets) const;
   /// Appends `count` sampled tokens to `prompt`; temperature 0 takes the most likely, top_k 0 considers all.
-  std::vector<std::int64_t> generate(std::vector<std::int64_t> prompt, int count, double temperature = 1, int top_k = 0);
+  std::vector<std::int64_t> generate(std::vector<std::int64_t> prompt, int count, double temperature = 1,
+                                     int top_k = 0);
   /// Floating-point operations of one forward and backward pass over one token (6 N plus attention).
   double flops_per_token();
 

@@ -30,17 +30,15 @@ class Visitor {
     if (on_buffer) on_buffer(prefix + name, tensor);
   }
   void operator()(const std::string& name, Module& child);
-  template <class M>
-  void operator()(const std::string& name, std::vector<M>& children) {
+  template <class M> void operator()(const std::string& name, std::vector<M>& children) {
     for (std::size_t i = 0; i < children.size(); ++i) (*this)(name + "." + std::to_string(i), children[i]);
   }
-  template <class M>
-  void operator()(const std::string& name, std::unique_ptr<M>& child) {
+  template <class M> void operator()(const std::string& name, std::unique_ptr<M>& child) {
     if (child) (*this)(name, *child);
   }
 
   std::string prefix;
-  std::function<void(const std::string& name, Tensor& tensor)> on_parameter, on_buffer;
+  std::function<void(const std::string&name, Tensor&tensor)> on_parameter, on_buffer;
   std::function<void(Module& module)> on_module;
 };
 

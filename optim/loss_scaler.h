@@ -26,16 +26,16 @@ struct StaticScale {
 struct DynamicScale {
   double initial = 65536, growth = 2, backoff = 0.5;
   std::int64_t growth_interval = 2000;
-  std::int64_t hysteresis = 1;      // bad steps before the scale falls
-  bool refill_hysteresis = true;    // by every clean step; false: only by growth, as in Megatron
+  std::int64_t hysteresis = 1;    // bad steps before the scale falls
+  bool refill_hysteresis = true;  // by every clean step; false: only by growth, as in Megatron
   double floor = 1, cap = 16777216;
-  bool any_factor = false;          // allow values that are not powers of two
+  bool any_factor = false;  // allow values that are not powers of two
 };
 
 class LossScaler {
  public:
   struct Options {
-    bool enabled = true;            // false: backward and step without scaling, checks stay
+    bool enabled = true;  // false: backward and step without scaling, checks stay
     // Skipped steps in a row of one optimizer after which step() throws NonFiniteError, until its state is loaded
     // again; 0: never.
     std::int64_t max_streak = 40;
@@ -55,8 +55,8 @@ class LossScaler {
   /// Several optimizers under one scale: each has its own verdict, and the scale falls if any of them overflowed.
   std::vector<StepResult> step(std::initializer_list<Optimizer*> optimizers);
 
-  double scale() const;      // waits for the device
-  ScaleState state() const;  // for checkpoints; waits for the device
+  double scale() const;                      // waits for the device
+  ScaleState state() const;                  // for checkpoints; waits for the device
   void load_state(const ScaleState& state);  // also before the first use
   /// The newest state that has reached the host; never waits, may be a few steps old.
   ScaleState recent_state() const;
@@ -69,8 +69,8 @@ class LossScaler {
   ScaleRule rule_;
   Options options_;
   ScaleState initial_;
-  Tensor device_state_;                  // ScaleState, on the device of the first loss
-  std::shared_ptr<Storage> mirror_;      // pinned: the newest ScaleState that has reached the host
+  Tensor device_state_;              // ScaleState, on the device of the first loss
+  std::shared_ptr<Storage> mirror_;  // pinned: the newest ScaleState that has reached the host
 };
 
 }  // namespace mantissa::optim

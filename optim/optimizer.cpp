@@ -10,7 +10,8 @@
 namespace mantissa {
 
 std::string to_string(Verdict verdict) {
-  constexpr const char* names[] = {"pending", "applied", "skipped: overflow", "skipped: NaN", "skipped at the floor", "nothing to do"};
+  constexpr const char* names[] = {
+      "pending", "applied", "skipped: overflow", "skipped: NaN", "skipped at the floor", "nothing to do"};
   return names[static_cast<std::size_t>(verdict)];
 }
 
@@ -31,11 +32,15 @@ namespace {
 
 void check_schedule(const Schedule& s) {
   for (const double rate : {s.base, s.final})
-    MT_CHECK(ConfigError, std::isfinite(rate) && rate >= 0, "schedule: the learning rate must be finite and not negative, got ", rate);
-  MT_CHECK(ConfigError, std::isfinite(s.factor) && s.factor >= 0, "schedule: the factor must be finite and not negative, got ", s.factor);
-  MT_CHECK(ConfigError, s.warmup >= 0 && s.every > 0, "schedule: warmup must not be negative and `every` positive, got ", s.warmup, " and ", s.every);
+    MT_CHECK(ConfigError, std::isfinite(rate) && rate >= 0,
+             "schedule: the learning rate must be finite and not negative, got ", rate);
+  MT_CHECK(ConfigError, std::isfinite(s.factor) && s.factor >= 0,
+           "schedule: the factor must be finite and not negative, got ", s.factor);
+  MT_CHECK(ConfigError, s.warmup >= 0 && s.every > 0,
+           "schedule: warmup must not be negative and `every` positive, got ", s.warmup, " and ", s.every);
   const bool ends = s.decay == Schedule::Decay::linear || s.decay == Schedule::Decay::cosine;
-  MT_CHECK(ConfigError, !ends || s.total > s.warmup, "schedule: total (", s.total, ") must exceed warmup (", s.warmup, ")");
+  MT_CHECK(ConfigError, !ends || s.total > s.warmup, "schedule: total (", s.total, ") must exceed warmup (", s.warmup,
+           ")");
 }
 
 std::vector<ParamGroup> one_group(std::vector<Tensor> parameters, double weight_decay) {
@@ -43,8 +48,7 @@ std::vector<ParamGroup> one_group(std::vector<Tensor> parameters, double weight_
 }
 
 /// Bytes of device memory for a plain struct, set to `value`.
-template <class T>
-Tensor device_struct(Device device, const T& value) {
+template <class T> Tensor device_struct(Device device, const T& value) {
   const MemoryScope scope(MemoryCategory::optimizer_state);
   Tensor x = empty({static_cast<std::int64_t>(sizeof(T))}, {DType::u8, device});
   backend(device).copy_from_host(&value, x);
@@ -65,7 +69,8 @@ void mark_updated(const Tensor& p, bool working) {
 
 StepState StepResult::read() const {
   MT_CHECK(AutogradError, source_ != nullptr, "StepResult: empty; it comes from step()");
-  MT_CHECK(AutogradError, source_->ticket == ticket_, "StepResult: read too late: the optimizer has taken another step since");
+  MT_CHECK(AutogradError, source_->ticket == ticket_,
+           "StepResult: read too late: the optimizer has taken another step since");
   StepState state;
   backend(source_->state).copy_to_host(source_->state, &state);
   return state;
@@ -81,19 +86,22 @@ Optimizer::Optimizer(std::vector<ParamGroup> groups, const Schedule& schedule, i
   std::set<const Node*> seen;
   bool first = true;
   for (const ParamGroup& group : groups_) {
-    MT_CHECK(ConfigError, group.weight_decay >= 0 && group.lr_scale >= 0, "optimizer: weight_decay and lr_scale must not be negative, got ",
-             group.weight_decay, " and ", group.lr_scale);
+    MT_CHECK(ConfigError, group.weight_decay >= 0 && group.lr_scale >= 0,
+             "optimizer: weight_decay and lr_scale must not be negative, got ", group.weight_decay, " and ",
+             group.lr_scale);
     for (const Tensor& p : group.parameters) {
       leaf_of(p, "optimizer");
-      MT_CHECK(DTypeError, p.dtype() == DType::f32 || p.dtype() == DType::f64, "optimizer: parameters are f32 masters, got ", p,
-               "; keep them in f32 and use Autocast");
+      MT_CHECK(DTypeError, p.dtype() == DType::f32 || p.dtype() == DType::f64,
+               "optimizer: parameters are f32 masters, got ", p, "; keep them in f32 and use Autocast");
       MT_CHECK(ConfigError, p.is_dense() && p.offset() == 0, "optimizer: ", p, " is a view with gaps");
       MT_CHECK(ConfigError, seen.insert(p.node().get()).second, "optimizer: a parameter ", p, " appears twice");
-      MT_CHECK(DeviceError, first || p.device() == device_, "optimizer: parameters are on ", device_, " and ", p.device());
+      MT_CHECK(DeviceError, first || p.device() == device_, "optimizer: parameters are on ", device_, " and ",
+               p.device());
       device_ = p.device();
       first = false;
       const MemoryScope scope(MemoryCategory::optimizer_state);
-      moments_.push_back({p.node().get(), moments > 0 ? zeros_like(p.detach()) : Tensor{}, moments > 1 ? zeros_like(p.detach()) : Tensor{}});
+      moments_.push_back({p.node().get(), moments > 0 ? zeros_like(p.detach()) : Tensor{},
+                          moments > 1 ? zeros_like(p.detach()) : Tensor{}});
     }
   }
   MT_CHECK(ConfigError, !first, "optimizer: no parameters were given");
@@ -158,11 +166,13 @@ void Optimizer::record_host_part(const std::vector<Updated>& updated) {
   }
   device.before_replay([this, recorded = std::move(recorded), settings = std::move(settings)] {
     for (std::size_t i = 0; i < settings.size(); ++i)
-      MT_CHECK(ConfigError, std::pair(groups_[i].lr_scale, groups_[i].weight_decay) == settings[i], "captured step: lr_scale or weight_decay of group ",
-               i, " changed since the step was recorded; reset() it to record again");
+      MT_CHECK(ConfigError, std::pair(groups_[i].lr_scale, groups_[i].weight_decay) == settings[i],
+               "captured step: lr_scale or weight_decay of group ", i,
+               " changed since the step was recorded; reset() it to record again");
     for (const auto& [p, working, gradient] : recorded) {
       const Leaf& leaf = *p.node()->leaf;
-      MT_CHECK(AutogradError, !working.defined() || working.storage() == leaf.working.storage(), "captured step: the 16-bit copy of ", p,
+      MT_CHECK(AutogradError, !working.defined() || working.storage() == leaf.working.storage(),
+               "captured step: the 16-bit copy of ", p,
                " was replaced since the step was recorded (Autocast to another dtype?); reset() it to record again");
       MT_CHECK(AutogradError, gradient.lock() == leaf.gradient.storage(), "captured step: the gradient buffer of ", p,
                " was replaced since the step was recorded (is an old grad() still held?); reset() it to record again");
@@ -216,9 +226,10 @@ void Optimizer::zero_grad() {
     for (const Tensor& p : group.parameters) p.zero_grad();
 }
 
-StepResult Optimizer::step() { return step(nullptr, {}, nullptr, false); }
+StepResult Optimizer::step() { return step(nullptr, nullptr, {}, nullptr, false); }
 
-StepResult Optimizer::step(ScaleState* scale, const ScaleRule& rule, const void* owner, bool update_scale) {
+StepResult Optimizer::step(ScaleState* scale, ScaleState* scale_mirror, const ScaleRule& rule, const void* owner,
+                           bool update_scale) {
   std::vector<Tensor> gradients;
   std::vector<UpdateTensor> tensors;
   std::vector<Updated> updated;
@@ -227,14 +238,17 @@ StepResult Optimizer::step(ScaleState* scale, const ScaleRule& rule, const void*
   for (const ParamGroup& group : groups_) {
     for (const Tensor& p : group.parameters) {
       MT_CHECK(ConfigError, index < moments_.size() && moments_[index].parameter == p.node().get(),
-               "optimizer: the parameters of its groups have changed since it was made: found ", p, "; make a new optimizer");
+               "optimizer: the parameters of its groups have changed since it was made: found ", p,
+               "; make a new optimizer");
       const Moments& moments = moments_[index++];
       Leaf& leaf = *p.node()->leaf;
       if (!leaf.has_gradient || !leaf.requires_grad) continue;
-      MT_CHECK(AutogradError, leaf.scale_owner == nullptr || leaf.scale_owner == owner,
-               "optimizer: the gradients carry a loss scale; call scaler.step(optimizer) of the scaler that scaled them");
+      MT_CHECK(
+          AutogradError, leaf.scale_owner == nullptr || leaf.scale_owner == owner,
+          "optimizer: the gradients carry a loss scale; call scaler.step(optimizer) of the scaler that scaled them");
       if (tensors.empty()) scaled = leaf.scale_owner != nullptr;
-      MT_CHECK(AutogradError, (leaf.scale_owner != nullptr) == scaled, "scaler.step: some gradients are scaled and some are not");
+      MT_CHECK(AutogradError, (leaf.scale_owner != nullptr) == scaled,
+               "scaler.step: some gradients are scaled and some are not");
       UpdateTensor t{.parameter = p.data(),
                      .gradient = leaf.gradient.data(),
                      .state1 = moments.first.data(),
@@ -260,7 +274,8 @@ StepResult Optimizer::step(ScaleState* scale, const ScaleRule& rule, const void*
   const OpScope op("optimizer step");
   const StepRules* rules = device_rules();
   if (!tensors.empty()) device.check_gradients(gradients, device_state());
-  device.decide(rules, device_state(), scale, update_scale);
+  device.decide(rules, device_state(), scale, update_scale,
+                static_cast<StepState*>(static_cast<void*>(source_->mirror->data)), scale_mirror);
   if (!tensors.empty()) {
     update(tensors, device_state());
     for (const auto& [p, working] : updated) mark_updated(*p, working);
@@ -297,7 +312,8 @@ void Optimizer::load_state_dict(const StateDict& state) {
     expected.insert(key);
     for (const auto& [name, value] : state) {
       if (name != key) continue;
-      if (!value.defined() || !(value.shape() == target.shape())) problems += "; " + key + " is " + to_string(value) + ", expected " + to_string(target);
+      if (!value.defined() || !(value.shape() == target.shape()))
+        problems += "; " + key + " is " + to_string(value) + ", expected " + to_string(target);
       copies.emplace_back(target, value);
     }
   };
@@ -327,11 +343,13 @@ void Optimizer::load_state_dict(const StateDict& state) {
 namespace {
 const SGDOptions& checked(const SGDOptions& o) {
   MT_CHECK(ConfigError, o.momentum >= 0 && o.momentum < 1, "SGD: momentum must lie in [0, 1), got ", o.momentum);
-  MT_CHECK(ConfigError, !o.nesterov || (o.momentum > 0 && o.dampening == 0), "SGD: nesterov needs momentum and no dampening");
+  MT_CHECK(ConfigError, !o.nesterov || (o.momentum > 0 && o.dampening == 0),
+           "SGD: nesterov needs momentum and no dampening");
   return o;
 }
 const AdamOptions& checked(const AdamOptions& o) {
-  MT_CHECK(ConfigError, o.beta1 >= 0 && o.beta1 < 1 && o.beta2 >= 0 && o.beta2 < 1, "Adam: betas must lie in [0, 1), got ", o.beta1, " and ", o.beta2);
+  MT_CHECK(ConfigError, o.beta1 >= 0 && o.beta1 < 1 && o.beta2 >= 0 && o.beta2 < 1,
+           "Adam: betas must lie in [0, 1), got ", o.beta1, " and ", o.beta2);
   MT_CHECK(ConfigError, o.eps >= 0, "Adam: eps must not be negative, got ", o.eps);
   return o;
 }
@@ -343,14 +361,17 @@ std::vector<ParamGroup> decay_groups(const std::vector<Tensor>& parameters, doub
 }
 }  // namespace
 
-SGD::SGD(std::vector<Tensor> parameters, const SGDOptions& o) : SGD(one_group(std::move(parameters), o.weight_decay), o) {}
+SGD::SGD(std::vector<Tensor> parameters, const SGDOptions& o)
+    : SGD(one_group(std::move(parameters), o.weight_decay), o) {}
 SGD::SGD(std::vector<ParamGroup> groups, const SGDOptions& o)
-    : Optimizer(std::move(groups), constant(checked(o).lr), o.momentum != 0 ? 1 : 0), rule_{o.momentum, o.dampening, o.nesterov} {}
+    : Optimizer(std::move(groups), constant(checked(o).lr), o.momentum != 0 ? 1 : 0),
+      rule_{o.momentum, o.dampening, o.nesterov} {}
 void SGD::update(std::span<const UpdateTensor> tensors, const StepState* state) {
   backend(parameters()[0]).sgd_update(tensors, rule_, state);
 }
 
-Adam::Adam(std::vector<Tensor> parameters, const AdamOptions& o) : Adam(one_group(std::move(parameters), o.weight_decay), o, false) {}
+Adam::Adam(std::vector<Tensor> parameters, const AdamOptions& o)
+    : Adam(one_group(std::move(parameters), o.weight_decay), o, false) {}
 Adam::Adam(std::vector<ParamGroup> groups, const AdamOptions& o) : Adam(std::move(groups), o, false) {}
 Adam::Adam(std::vector<ParamGroup> groups, const AdamOptions& o, bool decoupled)
     : Optimizer(std::move(groups), constant(checked(o).lr), 2), rule_{o.beta1, o.beta2, o.eps, decoupled} {}
@@ -358,7 +379,8 @@ void Adam::update(std::span<const UpdateTensor> tensors, const StepState* state)
   backend(parameters()[0]).adam_update(tensors, rule_, state);
 }
 
-AdamW::AdamW(const std::vector<Tensor>& parameters, const AdamOptions& o) : Adam(decay_groups(parameters, o.weight_decay), o, true) {}
+AdamW::AdamW(const std::vector<Tensor>& parameters, const AdamOptions& o)
+    : Adam(decay_groups(parameters, o.weight_decay), o, true) {}
 AdamW::AdamW(std::vector<ParamGroup> groups, const AdamOptions& o) : Adam(std::move(groups), o, true) {}
 
 }  // namespace optim

@@ -1,5 +1,6 @@
 #pragma once
-// Optimizers: they update f32 masters, and the 16-bit working copies in the same pass, in one launch for all parameters.
+// Optimizers: they update f32 masters, and the 16-bit working copies in the same pass, in one launch for all
+// parameters.
 //
 // A step reads its verdict, learning rate and clip factor from device memory and never waits for the device. A step
 // whose gradients are not finite changes nothing. Gradients are consumed: after a step they count as absent.
@@ -102,8 +103,9 @@ class Optimizer {
     const Node* parameter;  // whose they are
     Tensor first, second;
   };
-  /// `scale` null: gradients must be unscaled; the scaler passes its state and owner mark.
-  StepResult step(ScaleState* scale, const ScaleRule& rule, const void* owner, bool update_scale);
+  /// `scale` null: gradients must be unscaled; the scaler passes its state, where to mirror it, and its owner mark.
+  StepResult step(ScaleState* scale, ScaleState* scale_mirror, const ScaleRule& rule, const void* owner,
+                  bool update_scale);
   StepState* device_state() const;
   void reset_state(const StepState& state);
   struct Updated {

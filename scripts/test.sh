@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Installs what is missing, builds everything and runs every test that this machine can run.
-#   scripts/test.sh                          the CPU build and its tests
+#   scripts/test.sh                          all stages
 #   scripts/test.sh format cpu asan cuda     any of: formatting, CPU, ASan+UBSan, the CUDA build
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export MANTISSA_SETUP_LINT=1
 stages=("$@")
-[ ${#stages[@]} -gt 0 ] || stages=(cpu)
+[ ${#stages[@]} -gt 0 ] || stages=(format cpu asan cuda)
 passed=0 failed=0 skipped=0
 mkdir -p build
 
@@ -37,7 +37,7 @@ run_tests() {
 build() {  # build DIRECTORY OPTIONS...
   local directory=$1
   shift
-  cmake -S . -B "$directory" -G Ninja -DMANTISSA_WERROR="${MANTISSA_WERROR:-OFF}" "$@" >"$directory.log" 2>&1 || { cat "$directory.log" >&2; exit 1; }
+  cmake -S . -B "$directory" -G Ninja -DMANTISSA_WERROR=ON "$@" >"$directory.log" 2>&1 || { cat "$directory.log" >&2; exit 1; }
   cmake --build "$directory" >>"$directory.log" 2>&1 || { tail -n 80 "$directory.log" >&2; exit 1; }
 }
 

@@ -48,9 +48,7 @@ class Limited final : public CachingAllocator::Source {
 struct Fixture {
   Limited::Record source;
   CachingAllocator allocator{std::make_unique<Limited>(source), cpu};
-  void* get(std::size_t bytes, MemoryCategory category = kData) {
-    return allocator.allocate(bytes, category);
-  }
+  void* get(std::size_t bytes, MemoryCategory category = kData) { return allocator.allocate(bytes, category); }
   std::int64_t held(MemoryCategory category) const {
     return allocator.stats().held[static_cast<std::size_t>(category)];
   }
@@ -59,8 +57,8 @@ struct Fixture {
 TEST(Allocator, GivesAlignedMemoryThatMayBeWritten) {
   Fixture f;
   std::vector<std::pair<char*, std::size_t>> blocks;
-  for (const std::size_t bytes : {std::size_t{1}, std::size_t{255}, std::size_t{256}, std::size_t{257},
-                                  4 * kKiB - 1, kMiB, kMiB + 1, 10 * kMiB, 33 * kMiB + 5}) {
+  for (const std::size_t bytes : {std::size_t{1}, std::size_t{255}, std::size_t{256}, std::size_t{257}, 4 * kKiB - 1,
+                                  kMiB, kMiB + 1, 10 * kMiB, 33 * kMiB + 5}) {
     char* data = static_cast<char*>(f.get(bytes));
     ASSERT_NE(data, nullptr);
     EXPECT_EQ(reinterpret_cast<std::uintptr_t>(data) % 256, 0u) << bytes;
@@ -68,8 +66,7 @@ TEST(Allocator, GivesAlignedMemoryThatMayBeWritten) {
     blocks.emplace_back(data, bytes);
   }
   for (std::size_t i = 0; i < blocks.size(); ++i)  // nobody wrote into another's block
-    for (std::size_t at = 0; at < blocks[i].second; at += 97)
-      ASSERT_EQ(blocks[i].first[at], static_cast<char>(i));
+    for (std::size_t at = 0; at < blocks[i].second; at += 97) ASSERT_EQ(blocks[i].first[at], static_cast<char>(i));
   for (const auto& [data, bytes] : blocks) f.allocator.release(data);
   EXPECT_EQ(f.allocator.stats().total, 0);
 }
@@ -169,8 +166,7 @@ TEST(Allocator, TheDestructorGivesEverythingBack) {
   Limited::Record source;
   {
     CachingAllocator allocator(std::make_unique<Limited>(source), cpu);
-    for (const std::size_t bytes : {kKiB, 5 * kMiB, 50 * kMiB})
-      allocator.release(allocator.allocate(bytes, kData));
+    for (const std::size_t bytes : {kKiB, 5 * kMiB, 50 * kMiB}) allocator.release(allocator.allocate(bytes, kData));
   }
   EXPECT_EQ(source.held, 0u);
 }
@@ -190,10 +186,9 @@ TEST(Allocator, RefusalNamesEveryFigureAndTheNextRequestWorks) {
   f.source.limit = 50 * kMiB;
   void* held = f.get(30 * kMiB);
   const OpScope op("linear");
-  expect_error<OutOfMemoryError>(
-      [&] { f.get(30 * kMiB); },
-      {"out of memory on cpu: linear requested 30.0 MiB", "held 30.0 MiB", "peak 30.0 MiB", "cached 0.0 MiB",
-       "a test source with a limit", "smaller batch", "checkpointing"});
+  expect_error<OutOfMemoryError>([&] { f.get(30 * kMiB); },
+                                 {"out of memory on cpu: linear requested 30.0 MiB", "held 30.0 MiB", "peak 30.0 MiB",
+                                  "cached 0.0 MiB", "a test source with a limit", "smaller batch", "checkpointing"});
   EXPECT_EQ(f.allocator.stats().total, static_cast<std::int64_t>(30 * kMiB)) << "nothing was booked";
   void* small = f.get(20 * kMiB);  // half as much fits
   EXPECT_NE(small, nullptr);
@@ -228,8 +223,7 @@ TEST(Allocator, RandomTraffic) {
     if (live.size() < 40 || random() % 2 == 0) {
       const std::size_t bytes = 1 + random() % (std::size_t{1} << (4 + random() % 19));
       const auto mark = static_cast<unsigned char>(random());
-      auto* data = static_cast<unsigned char*>(
-          f.get(bytes, static_cast<MemoryCategory>(random() % kMemoryCategories)));
+      auto* data = static_cast<unsigned char*>(f.get(bytes, static_cast<MemoryCategory>(random() % kMemoryCategories)));
       std::memset(data, mark, std::min<std::size_t>(bytes, 512));
       data[bytes - 1] = mark;
       live.push_back({data, bytes, mark});

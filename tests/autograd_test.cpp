@@ -1,4 +1,5 @@
-// The graph's mechanics: what accumulates where, what may be used again, what is caught, and that nothing is left behind.
+// The graph's mechanics: what accumulates where, what may be used again, what is caught, and that nothing is left
+// behind.
 #include <thread>
 
 #include "step_support.h"
@@ -18,7 +19,8 @@ class Autograd : public OnDevice {
 };
 MT_ON_DEVICES(Autograd);
 
-// ---- accumulation ---------------------------------------------------------------------------------------------------------
+// ---- accumulation
+// ---------------------------------------------------------------------------------------------------------
 
 TEST_P(Autograd, EveryUseOfALeafAddsUp) {
   const Tensor x = given({2, 3});
@@ -100,14 +102,15 @@ TEST_P(Autograd, CastsCarryGradientsBothWays) {
     EXPECT_EQ(values(x.grad()), (Values{2, -4}));
   }
   const Tensor x = given({1.5});
-  EXPECT_EQ(x.to(DType::f32).storage(), x.storage());      // nothing to do, nothing done
-  EXPECT_FALSE(x.to(DType::i64).requires_grad());          // integers have no gradients
+  EXPECT_EQ(x.to(DType::f32).storage(), x.storage());  // nothing to do, nothing done
+  EXPECT_FALSE(x.to(DType::i64).requires_grad());      // integers have no gradients
   const Tensor low = given({1.5}, DType::f16);
-  (low.to(DType::f32) * 0x1p-30).backward();               // what f16 can not hold is rounded on the way, as in any f16 chain
+  (low.to(DType::f32) * 0x1p-30).backward();  // what f16 can not hold is rounded on the way, as in any f16 chain
   EXPECT_EQ(low.grad().item(), 0);
 }
 
-// ---- one use, or many ---------------------------------------------------------------------------------------------------
+// ---- one use, or many
+// ---------------------------------------------------------------------------------------------------
 
 TEST_P(Autograd, AGraphIsUsedOnceUnlessItIsKept) {
   const Tensor x = given({3});
@@ -117,12 +120,14 @@ TEST_P(Autograd, AGraphIsUsedOnceUnlessItIsKept) {
   EXPECT_EQ(x.grad().item(), 2 * 4 * 27);
   y.backward();
   EXPECT_EQ(x.grad().item(), 3 * 4 * 27);
-  expect_error<AutogradError>([&] { y.backward(); }, {"backward: the graph of", "was used already", "retain_graph = true"});
+  expect_error<AutogradError>([&] { y.backward(); },
+                              {"backward: the graph of", "was used already", "retain_graph = true"});
   expect_error<AutogradError>([&] { (h * 2.0).backward(); }, {"'square' was used already"});  // a part of it
   EXPECT_EQ(x.grad().item(), 3 * 4 * 27);
 }
 
-TEST_P(Autograd, KeptGraphsGiveTheSameBitsAgain) {  // no saved tensor is overwritten, though cross_entropy may when it is the last use
+TEST_P(Autograd, KeptGraphsGiveTheSameBitsAgain) {  // no saved tensor is overwritten, though cross_entropy may when it
+                                                    // is the last use
   manual_seed(seed());
   const Tensor x = leaf(randn({5, 7}, on(DType::f16))), targets = zeros({5}, on(DType::i64));
   const Tensor loss = cross_entropy(x * 2.0, targets);
@@ -133,7 +138,8 @@ TEST_P(Autograd, KeptGraphsGiveTheSameBitsAgain) {  // no saved tensor is overwr
   EXPECT_EQ(values(x.grad()), first);
 }
 
-// ---- changes in place ---------------------------------------------------------------------------------------------------
+// ---- changes in place
+// ---------------------------------------------------------------------------------------------------
 
 TEST_P(Autograd, AChangedSavedTensorIsCaught) {
   const auto refuse = [](auto change, const std::vector<std::string>& parts) {
@@ -146,7 +152,8 @@ TEST_P(Autograd, AChangedSavedTensorIsCaught) {
     const NoGrad off;
     h.fill_(1);
   }
-  refuse([&] { loss.backward(); }, {"mul: a tensor that backward needs, f32[2]@" + to_string(device()), "was changed in place: it is at version 1, saved at 0"});
+  refuse([&] { loss.backward(); }, {"mul: a tensor that backward needs, f32[2]@" + to_string(device()),
+                                    "was changed in place: it is at version 1, saved at 0"});
   h = x * 2.0;
   loss = sum(square(h));
   {
@@ -185,10 +192,13 @@ TEST_P(Autograd, AChangeOfAWorkingCopyIsCaught) {  // what an optimizer step bet
     const Autocast scope(DType::f16);
     linear(x, w);  // brings the 16-bit copy up to date, under the graph that saved it
   }
-  expect_error<AutogradError>([&] { loss.backward(); }, {"linear: a tensor that backward needs, f16[2,2]@" + to_string(device()), "was changed in place"});
+  expect_error<AutogradError>(
+      [&] { loss.backward(); },
+      {"linear: a tensor that backward needs, f16[2,2]@" + to_string(device()), "was changed in place"});
 }
 
-// ---- hooks --------------------------------------------------------------------------------------------------------------
+// ---- hooks
+// --------------------------------------------------------------------------------------------------------------
 
 TEST_P(Autograd, HooksSeeAndReplaceGradients) {
   const Tensor x = given({1, 2});
@@ -202,7 +212,8 @@ TEST_P(Autograd, HooksSeeAndReplaceGradients) {
   x.register_hook([](const Tensor& g) { return g * 2.0; });  // in the order of registration
   sum(square(h) + x * 100.0).backward();
   EXPECT_EQ(seen, (Values{6, 12}));
-  EXPECT_EQ(values(x.grad()), (Values{2 * (1 + 100 + 3 * 60), 2 * (1 + 100 + 3 * 120)}));  // a leaf's hook sees the whole sum
+  EXPECT_EQ(values(x.grad()),
+            (Values{2 * (1 + 100 + 3 * 60), 2 * (1 + 100 + 3 * 120)}));  // a leaf's hook sees the whole sum
 }
 
 TEST_P(Autograd, FinishedHooksRunOncePerBackward) {
@@ -215,7 +226,8 @@ TEST_P(Autograd, FinishedHooksRunOncePerBackward) {
   EXPECT_EQ(finished, (std::vector<Values>{{3, 5}, {4, 6}}));
 }
 
-// ---- off and on ---------------------------------------------------------------------------------------------------------
+// ---- off and on
+// ---------------------------------------------------------------------------------------------------------
 
 TEST_P(Autograd, NoGradRecordsNothing) {
   const Tensor x = given({2});
@@ -245,7 +257,8 @@ TEST_P(Autograd, DetachedTensorsShareData) {
   EXPECT_EQ(values(x), (Values{9, 9}));
 }
 
-// ---- depth, memory, errors ------------------------------------------------------------------------------------------------
+// ---- depth, memory, errors
+// ------------------------------------------------------------------------------------------------
 
 TEST_P(Autograd, AMillionNodesNeitherRecurseNorLeak) {
   const std::int64_t before = held();
@@ -301,12 +314,13 @@ TEST_P(Autograd, AnExceptionInBackwardLeavesNothingBehind) {
   EXPECT_EQ(held(), before);
 }
 
-// ---- checkpoint -----------------------------------------------------------------------------------------------------------
+// ---- checkpoint
+// -----------------------------------------------------------------------------------------------------------
 
 TEST_P(Autograd, ACheckpointEqualsThePlainCallBitForBit) {
   manual_seed(seed());
-  const Tensor w1 = leaf(randn({16, 8}, on())), b1 = leaf(randn({16}, on())), w2 = leaf(randn({8, 16}, on())), x = leaf(randn({5, 8}, on())),
-               unused = leaf(randn({3}, on()));
+  const Tensor w1 = leaf(randn({16, 8}, on())), b1 = leaf(randn({16}, on())), w2 = leaf(randn({8, 16}, on())),
+               x = leaf(randn({5, 8}, on())), unused = leaf(randn({3}, on()));
   const auto block = [&](std::span<const Tensor> in) {  // two parameters as inputs, two from outside
     const Tensor h = dropout(linear(in[0], in[1], b1, Activation::gelu_tanh), 0.3);
     return softmax(linear(h, w2)) + in[0];
@@ -317,7 +331,8 @@ TEST_P(Autograd, ACheckpointEqualsThePlainCallBitForBit) {
       manual_seed(5);
       const Autocast scope(precision);
       Tensor h = x * 1.0;
-      for (int i = 0; i < 2; ++i) h = saving ? checkpoint(block, {h, w1, unused}) : block(std::vector<Tensor>{h, w1, unused});
+      for (int i = 0; i < 2; ++i)
+        h = saving ? checkpoint(block, {h, w1, unused}) : block(std::vector<Tensor>{h, w1, unused});
       const Tensor after = dropout(h, 0.5);  // the stream goes on from the same place
       {
         const Autocast other(DType::f32);  // backward has the scope of forward, whatever is in force now
@@ -331,7 +346,8 @@ TEST_P(Autograd, ACheckpointEqualsThePlainCallBitForBit) {
       results[saving].push_back({static_cast<double>(random_state().offset)});
       EXPECT_FALSE(unused.grad().defined());
     }
-    for (std::size_t i = 0; i < results[0].size(); ++i) EXPECT_EQ(results[0][i], results[1][i]) << precision << ", result " << i;
+    for (std::size_t i = 0; i < results[0].size(); ++i)
+      EXPECT_EQ(results[0][i], results[1][i]) << precision << ", result " << i;
   }
 }
 
@@ -367,10 +383,14 @@ TEST_P(Autograd, ACheckpointMayBeUsedAgainAndFail) {
   EXPECT_THROW(y.backward(), Refusal);
   EXPECT_EQ(random_state().offset, state.offset) << "the stream is left where recomputation began";
   EXPECT_EQ(random_state().seed, state.seed);
-  EXPECT_FALSE(checkpoint([](std::span<const Tensor> in) { return in[0] * 2.0; }, {from_vector(Values{1}, {1}, on())}).to(DType::f32).shape().rank() == 0);
+  EXPECT_FALSE(checkpoint([](std::span<const Tensor> in) { return in[0] * 2.0; }, {from_vector(Values{1}, {1}, on())})
+                   .to(DType::f32)
+                   .shape()
+                   .rank() == 0);
 }
 
-// ---- Autocast -------------------------------------------------------------------------------------------------------------
+// ---- Autocast
+// -------------------------------------------------------------------------------------------------------------
 
 TEST_P(Autograd, AutocastNestsAndEndsWithItsScope) {
   const Tensor x = ones({2, 2}, on());
@@ -442,13 +462,15 @@ TEST_P(Autograd, TwoThreadsDifferentiateTheirOwnGraphs) {
   EXPECT_EQ(results, (Values{100, 200, 300, 400}));
 }
 
-// ---- gradcheck itself -----------------------------------------------------------------------------------------------------
+// ---- gradcheck itself
+// -----------------------------------------------------------------------------------------------------
 
 TEST_P(Autograd, GradcheckFindsAWrongGradient) {
   const auto op = [](double factor) {
     return [factor](std::span<const Tensor> in) {
       const Tensor x = in[0];
-      return record({"op", Cast::keep}, (x * x).detach(), {x}, [x = save(x), factor](Grads g, GradOut& out) { out.set(0, g[0] * x.get() * factor); });
+      return record({"op", Cast::keep}, (x * x).detach(), {x},
+                    [x = save(x), factor](Grads g, GradOut& out) { out.set(0, g[0] * x.get() * factor); });
     };
   };
   const auto check = [&](double factor) { return gradcheck(op(factor), {given({0.5, -1.5, 2}, DType::f64)}); };

@@ -1,8 +1,8 @@
 // A captured step gives the bits of eager steps: parameters, losses, scale, verdicts; and says so where it can not.
 // On the CPU a captured step runs as it is, so there the same cases check only that nothing else changes.
 
-#include "optimizer_problem.h"
 #include "train/captured_step.h"
+#include "optimizer_problem.h"
 
 namespace mantissa {
 namespace {
@@ -20,7 +20,9 @@ MT_ON_DEVICES(CapturedStepTest);
 struct Training {
   explicit Training(Device device, DType compute = f16)
       : dtype(compute),
-        model((manual_seed(seed()), nn::GPTOptions{.vocabulary = 32, .context = 16, .width = 32, .layers = 2, .heads = 2, .dropout = 0.1}), device),
+        model((manual_seed(seed()),
+               nn::GPTOptions{.vocabulary = 32, .context = 16, .width = 32, .layers = 2, .heads = 2, .dropout = 0.1}),
+              device),
         optimizer(model.parameters(), {.lr = 1e-2, .weight_decay = 0.1}),
         scaler(DynamicScale{.initial = 1024, .growth_interval = 5}) {
     optimizer.set_schedule(optim::cosine_decay(1e-2, 40, 3));
@@ -150,8 +152,11 @@ TEST_P(CapturedStepTest, KeepsBatchNormStatisticsOfSkippedSteps) {
     for (int i = 0; i < 8; ++i) {
       std::vector<double> pixels;
       for (std::uint64_t k = 0; k < 6 * 784; ++k)
-        pixels.push_back(i == 5 && k == 7 ? kInf : static_cast<double>(uniform_from_bits(philox(seed() + static_cast<std::uint64_t>(i), k).lane[0])));
-      const Tensor x = from_vector(pixels, {6, 1, 28, 28}, on()), y = from_vector(std::vector<std::int64_t>{0, 1, 2, 3, 1, 2}, {6}, {i64, device()});
+        pixels.push_back(i == 5 && k == 7 ? kInf
+                                          : static_cast<double>(uniform_from_bits(
+                                                philox(seed() + static_cast<std::uint64_t>(i), k).lane[0])));
+      const Tensor x = from_vector(pixels, {6, 1, 28, 28}, on()),
+                   y = from_vector(std::vector<std::int64_t>{0, 1, 2, 3, 1, 2}, {6}, {i64, device()});
       if (captured) {
         all.push_back(bytes(step(x, y)));
       } else {
@@ -178,7 +183,9 @@ TEST_P(CapturedStepTest, RefusesWhatItCanNotReplay) {
   CapturedStep step = capture(run);
   EXPECT_NE(error_text<ShapeError>([&] { step(b.ids, b.targets); }).find("takes 3 inputs"), std::string::npos);
   EXPECT_NE(error_text<AutogradError>([&] { step(b.ids, b.targets, Tensor{}); }).find("undefined"), std::string::npos);
-  EXPECT_NE(error_text<AutogradError>([&] { step(b.ids, b.targets, leaf(ones({}, on()))); }).find("requires a gradient"), std::string::npos);
+  EXPECT_NE(
+      error_text<AutogradError>([&] { step(b.ids, b.targets, leaf(ones({}, on()))); }).find("requires a gradient"),
+      std::string::npos);
   if (device().is_cpu()) return;
   EXPECT_NE(error_text<DeviceError>([&] { step(b.ids, b.targets, ones({})); }).find("inputs on"), std::string::npos);
 

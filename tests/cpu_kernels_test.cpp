@@ -53,8 +53,7 @@ TEST(CpuCopy, FloatsOutOfRangeSaturate) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   const Tensor x = from_vector(std::vector<float>{1e30f, -1e30f, kInf, -kInf, nan, -2.9f, 2.9f}, {7});
   using Values = std::vector<std::int64_t>;
-  const std::int64_t low = std::numeric_limits<std::int64_t>::min(),
-                     high = std::numeric_limits<std::int64_t>::max();
+  const std::int64_t low = std::numeric_limits<std::int64_t>::min(), high = std::numeric_limits<std::int64_t>::max();
   EXPECT_EQ(x.to(i64).to_vector<std::int64_t>(), (Values{high, low, high, low, 0, -2, 2}));
   EXPECT_EQ(x.to(i32).to_vector<std::int64_t>(),
             (Values{0x7fffffff, -0x80000000ll, 0x7fffffff, -0x80000000ll, 0, -2, 2}));
@@ -70,9 +69,7 @@ enum class Layout { rows, columns, padded };
 Tensor matrix(std::int64_t batch, std::int64_t rows, std::int64_t columns, DType dtype, Layout layout) {
   if (layout == Layout::columns) return random_tensor({batch, columns, rows}, dtype).transpose(1, 2);
   if (layout == Layout::padded)
-    return random_tensor({batch, rows + 2, columns + 3}, dtype)
-        .slice(1, 1, rows + 1)
-        .slice(2, 2, columns + 2);
+    return random_tensor({batch, rows + 2, columns + 3}, dtype).slice(1, 1, rows + 1).slice(2, 2, columns + 2);
   return random_tensor({batch, rows, columns}, dtype);
 }
 
@@ -96,9 +93,8 @@ void check_product(const Case& c, Layout la, Layout lb, Layout ly, const MatmulO
   if (bias) o.bias = &bias_values;
   if (o.activation == Activation::gelu_tanh) o.pre_activation = &pre;
   if (o.grad_activation != Activation::none) o.grad_input = &saved;
-  const std::vector<double> va = a.to_vector<double>(), vb = b.to_vector<double>(),
-                            old = y.to_vector<double>(), vbias = bias_values.to_vector<double>(),
-                            vs = saved.to_vector<double>();
+  const std::vector<double> va = a.to_vector<double>(), vb = b.to_vector<double>(), old = y.to_vector<double>(),
+                            vbias = bias_values.to_vector<double>(), vs = saved.to_vector<double>();
   be().matmul(a, b, o, y);
   const std::vector<double> got = y.to_vector<double>(), vpre = pre.to_vector<double>();
   const double unit = c.out == f64 ? 1e-13 : c.out == f32 ? 2e-6 : c.out == f16 ? 1e-3 : 8e-3;
@@ -106,8 +102,8 @@ void check_product(const Case& c, Layout la, Layout lb, Layout ly, const MatmulO
     for (std::int64_t j = 0; j < c.n; ++j) {
       double value = 0, size = 1;
       for (std::int64_t l = 0; l < c.k; ++l) {
-        const double term = va[static_cast<std::size_t>(i * c.k + l)] *
-                            vb[static_cast<std::size_t>((i / c.m * c.k + l) * c.n + j)];
+        const double term =
+            va[static_cast<std::size_t>(i * c.k + l)] * vb[static_cast<std::size_t>((i / c.m * c.k + l) * c.n + j)];
         value += term;
         size += std::fabs(term);
       }
@@ -122,9 +118,8 @@ void check_product(const Case& c, Layout la, Layout lb, Layout ly, const MatmulO
       if (o.grad_activation == Activation::relu) value = Relu{}.grad(value, vs[at]);
       if (o.grad_activation == Activation::gelu_tanh) value = GeluTanh{}.grad(value, vs[at]);
       if (o.accumulate) value += old[at];
-      ASSERT_NEAR(got[at], value, 2 * unit * size)
-          << "at " << i << ", " << j << " of " << c.m << "x" << c.n << "x" << c.k << " " << to_string(c.in)
-          << " -> " << to_string(c.out);
+      ASSERT_NEAR(got[at], value, 2 * unit * size) << "at " << i << ", " << j << " of " << c.m << "x" << c.n << "x"
+                                                   << c.k << " " << to_string(c.in) << " -> " << to_string(c.out);
     }
 }
 
@@ -133,9 +128,9 @@ TEST(CpuMatmul, EveryLayoutTypeAndEpilogue) {
   const Layout layouts[] = {Layout::rows, Layout::columns, Layout::padded};
   int cases = 0;
   for (const Case& c :
-       {Case{5, 7, 3, f64, f64}, Case{33, 17, 65, f32, f32}, Case{9, 31, 14, f16, f16},
-        Case{12, 5, 40, bf16, bf16}, Case{6, 19, 21, f16, f32}, Case{1, 1, 1, f32, f32},
-        Case{1, 9, 4, bf16, f32}, Case{9, 1, 4, f16, f16}, Case{3, 4, 0, f32, f32}, Case{3, 4, 0, f16, f16}})
+       {Case{5, 7, 3, f64, f64}, Case{33, 17, 65, f32, f32}, Case{9, 31, 14, f16, f16}, Case{12, 5, 40, bf16, bf16},
+        Case{6, 19, 21, f16, f32}, Case{1, 1, 1, f32, f32}, Case{1, 9, 4, bf16, f32}, Case{9, 1, 4, f16, f16},
+        Case{3, 4, 0, f32, f32}, Case{3, 4, 0, f16, f16}})
     for (const Layout la : layouts)
       for (const Layout lb : layouts)
         for (const Layout ly : layouts) {
@@ -143,8 +138,7 @@ TEST(CpuMatmul, EveryLayoutTypeAndEpilogue) {
             for (const Activation activation : {Activation::none, Activation::relu, Activation::gelu_tanh}) {
               check_product(c, la, lb, ly, {.alpha = 0.5, .accumulate = accumulate, .activation = activation},
                             accumulate, false);
-              check_product(c, la, lb, ly, {.accumulate = accumulate, .grad_activation = activation}, false,
-                            true);
+              check_product(c, la, lb, ly, {.accumulate = accumulate, .grad_activation = activation}, false, true);
               cases += 2;
             }
         }
@@ -152,8 +146,8 @@ TEST(CpuMatmul, EveryLayoutTypeAndEpilogue) {
   for (const DType type : {f32, bf16}) {
     check_product({523, 21, 10, type, type}, Layout::rows, Layout::columns, Layout::rows,
                   {.activation = Activation::gelu_tanh}, true, false);
-    check_product({523, 21, 10, type, f32}, Layout::columns, Layout::rows, Layout::rows, {.accumulate = true},
-                  false, false);
+    check_product({523, 21, 10, type, f32}, Layout::columns, Layout::rows, Layout::rows, {.accumulate = true}, false,
+                  false);
     cases += 2;
   }
   std::printf("%d cases\n", cases);
@@ -190,8 +184,8 @@ TEST_P(CpuThreads, ResultsDoNotDependOnThem) {
   same_for_any_threads("softmax", [&] { return raw(softmax(x)); });
   same_for_any_threads("norm", [&] {
     const Tensor w = ones({301}, {wide, cpu});
-    Tensor none, y = empty_like(x), mean = empty({700}, {wide, cpu}), rstd = empty_like(mean),
-                 gx = empty_like(x), gw = empty_like(w), gb = empty_like(w);
+    Tensor none, y = empty_like(x), mean = empty({700}, {wide, cpu}), rstd = empty_like(mean), gx = empty_like(x),
+                 gw = empty_like(w), gb = empty_like(w);
     be().norm(NormKind::layer, x, {}, w, w, 1e-5, none, y, mean, rstd);
     be().norm_grad(NormKind::layer, g, {}, x, w, mean, rstd, false, gx, gw, gb);
     return raw(y) + raw(gx) + raw(gw) + raw(gb);
@@ -220,8 +214,8 @@ TEST_P(CpuThreads, ResultsDoNotDependOnThem) {
   same_for_any_threads("batch norm", [&] {
     const TensorOptions o{wide, cpu};
     const Tensor w = ones({16}, o);
-    Tensor rm = zeros({16}, o), rv = ones({16}, o), mean = empty({16}, o), rstd = empty({16}, o),
-           y = empty_like(image), gx = empty_like(image), gw = empty({16}, o), gb = empty({16}, o);
+    Tensor rm = zeros({16}, o), rv = ones({16}, o), mean = empty({16}, o), rstd = empty({16}, o), y = empty_like(image),
+           gx = empty_like(image), gw = empty({16}, o), gb = empty({16}, o);
     be().batch_norm(image, w, w, 1e-5, 0.1, true, rm, rv, y, mean, rstd);
     be().batch_norm_grad(y, image, w, mean, rstd, true, gx, gw, gb);
     return raw(rm) + raw(rv) + raw(y) + raw(gx) + raw(gw) + raw(gb);
@@ -264,8 +258,7 @@ TEST(CpuExtremes, NormsOfLargeValues) {
     std::vector<double> exact(v.size());
     for (std::int64_t row = 0; row < 3; ++row) {
       double m = 0, s = 0;
-      for (std::int64_t i = 0; i < n; ++i)
-        m += v[static_cast<std::size_t>(row * n + i)] / static_cast<double>(n);
+      for (std::int64_t i = 0; i < n; ++i) m += v[static_cast<std::size_t>(row * n + i)] / static_cast<double>(n);
       for (std::int64_t i = 0; i < n; ++i)
         s += std::pow((v[static_cast<std::size_t>(row * n + i)] - m) / scale, 2) / static_cast<double>(n);
       for (std::int64_t i = 0; i < n; ++i)
@@ -402,10 +395,9 @@ TEST(CpuStep, UpdatesEqualTheElementRulesAndRefreshTheWorkingCopy) {
                            low,      2.0f,     0.1f};
       const SgdRule sgd{0.9, 0.1, true};
       const AdamRule rule{0.9, 0.99, 1e-8, true};
-      adam ? be().adam_update(std::span(&t, 1), rule, &state)
-           : be().sgd_update(std::span(&t, 1), sgd, &state);
-      const std::vector<float> gw = w.to_vector(), vg = g.to_vector(), vw = w0.to_vector(),
-                               vm = m0.to_vector(), vv = v0.to_vector();
+      adam ? be().adam_update(std::span(&t, 1), rule, &state) : be().sgd_update(std::span(&t, 1), sgd, &state);
+      const std::vector<float> gw = w.to_vector(), vg = g.to_vector(), vw = w0.to_vector(), vm = m0.to_vector(),
+                               vv = v0.to_vector();
       const SgdElement<double> sgd_element{0.02, static_cast<double>(0.1f), 0.9, 0.1, true, false};
       const AdamElement<double> adam_element{.lr = 0.02,
                                              .weight_decay = static_cast<double>(0.1f),
@@ -427,8 +419,7 @@ TEST(CpuStep, UpdatesEqualTheElementRulesAndRefreshTheWorkingCopy) {
       EXPECT_EQ(raw(copy), raw(w.to(low)));
       state.verdict = Verdict::skipped_nan;
       const std::string before = raw(w) + raw(m) + raw(copy);
-      adam ? be().adam_update(std::span(&t, 1), rule, &state)
-           : be().sgd_update(std::span(&t, 1), sgd, &state);
+      adam ? be().adam_update(std::span(&t, 1), rule, &state) : be().sgd_update(std::span(&t, 1), sgd, &state);
       EXPECT_EQ(raw(w) + raw(m) + raw(copy), before);
       state.verdict = Verdict::applied;
     }

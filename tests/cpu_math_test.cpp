@@ -91,12 +91,10 @@ TEST(CpuMath, SpecialValues) {
 TEST(CpuConversion, BlocksEqualTheScalarTypes) {
   std::mt19937_64 random(seed());
   std::vector<float> values;
-  for (int i = 0; i < 200000; ++i)
-    values.push_back(std::bit_cast<float>(static_cast<std::uint32_t>(random())));
-  for (std::uint32_t h = 0; h < 0x10000u;
-       ++h) {  // every f16 and bf16, the midpoints above them, and their neighbours
-    for (const float x : {static_cast<float>(float16::from_bits(static_cast<std::uint16_t>(h))),
-                          std::bit_cast<float>(h << 16)}) {
+  for (int i = 0; i < 200000; ++i) values.push_back(std::bit_cast<float>(static_cast<std::uint32_t>(random())));
+  for (std::uint32_t h = 0; h < 0x10000u; ++h) {  // every f16 and bf16, the midpoints above them, and their neighbours
+    for (const float x :
+         {static_cast<float>(float16::from_bits(static_cast<std::uint16_t>(h))), std::bit_cast<float>(h << 16)}) {
       const float next = std::bit_cast<float>(std::bit_cast<std::uint32_t>(x) + 0x8000u);
       const float half = std::bit_cast<float>(std::bit_cast<std::uint32_t>(x) + 0x1000u);
       for (const float y : {x, half, next}) {
@@ -114,8 +112,7 @@ TEST(CpuConversion, BlocksEqualTheScalarTypes) {
     std::size_t bad = 0;
     for (std::size_t i = 0; i < values.size(); ++i) {
       bad += narrow[i].bits != T(values[i]).bits ? 1 : 0;
-      bad += std::bit_cast<std::uint32_t>(wide[i]) !=
-                     std::bit_cast<std::uint32_t>(static_cast<float>(T(values[i])))
+      bad += std::bit_cast<std::uint32_t>(wide[i]) != std::bit_cast<std::uint32_t>(static_cast<float>(T(values[i])))
                  ? 1
                  : 0;
     }

@@ -25,8 +25,7 @@ using testing::expect_error;
 using DataTest = testing::FileTest;
 
 Bytes be32(std::uint32_t x) {
-  return {static_cast<char>(x >> 24), static_cast<char>(x >> 16), static_cast<char>(x >> 8),
-          static_cast<char>(x)};
+  return {static_cast<char>(x >> 24), static_cast<char>(x >> 16), static_cast<char>(x >> 8), static_cast<char>(x)};
 }
 
 Bytes idx(const std::vector<std::uint32_t>& sizes, const Bytes& data, int type = 8) {
@@ -109,9 +108,7 @@ TEST_F(DataTest, IdxMalformed) {
       {"header cut at dimension 1", good.substr(0, 11), {"offset 8", "dimension 1 of 2"}},
       {"first dimension 0", idx({0, 3}, ""), {"offset 4", "dimension of 0"}},
       {"last dimension 0", idx({2, 0}, ""), {"offset 8", "dimension of 0"}},
-      {"product overflows 64 bits",
-       idx({0xFFFFFFFFu, 0xFFFFFFFFu, 0xFFFFFFFFu}, "x"),
-       {"offset 8", "overflows"}},
+      {"product overflows 64 bits", idx({0xFFFFFFFFu, 0xFFFFFFFFu, 0xFFFFFFFFu}, "x"), {"offset 8", "overflows"}},
       {"product just above 2^62", idx({1u << 31, 1u << 31, 2}, "x"), {"offset 12", "overflows"}},
       {"claims terabytes",
        idx({1u << 20, 1u << 20}, "x"),
@@ -122,12 +119,8 @@ TEST_F(DataTest, IdxMalformed) {
       {"a second file behind", good + good, {"offset 18", "trailing"}},
       {"gzip of nothing", gzip(""), {"offset 0", "found 0 bytes"}},
       {"gzip of text", gzip("Hello, world"), {"magic 0x48656C6C"}},
-      {"gzip: claims terabytes",
-       gzip(idx({1u << 20, 1u << 20}, "x")),
-       {"claims 1099511627776", "compressed"}},
-      {"gzip: inside one byte short",
-       gzip(without_last(good, 1)),
-       {"found 5 bytes", "expected 6", "truncated"}},
+      {"gzip: claims terabytes", gzip(idx({1u << 20, 1u << 20}, "x")), {"claims 1099511627776", "compressed"}},
+      {"gzip: inside one byte short", gzip(without_last(good, 1)), {"found 5 bytes", "expected 6", "truncated"}},
       {"gzip: inside one byte too many", gzip(good + "x"), {"offset 18", "trailing"}},
       {"gzip: a bomb behind the data", gzip(good + Bytes(50'000'000, 0)), {"offset 18", "trailing"}},
       {"gzip: magic only", packed.substr(0, 2), {"gzip file", "truncated"}},
@@ -168,8 +161,7 @@ TEST_F(DataTest, IdxEveryTruncationAndBitFlip) {
   const Bytes packed = gzip(good);
   for (const Bytes& file : {good, packed}) {
     for (std::size_t bit = 0; bit < file.size() * 8; ++bit) {
-      const std::string name =
-          write("flip", changed(file, bit / 8, static_cast<char>(file[bit / 8] ^ (1 << bit % 8))));
+      const std::string name = write("flip", changed(file, bit / 8, static_cast<char>(file[bit / 8] ^ (1 << bit % 8))));
       try {
         const Tensor x = read_idx(name);
         EXPECT_TRUE(x.shape() == Shape({2, 3})) << "bit " << bit;
@@ -209,8 +201,7 @@ TEST_F(DataTest, FashionMnist) {
     }
     const auto pixels = static_cast<double>(data.images.numel());
     EXPECT_NEAR(sum / pixels, ImageLoaderOptions().mean, 1e-4);
-    EXPECT_NEAR(std::sqrt(squares / pixels - sum / pixels * sum / pixels), ImageLoaderOptions().deviation,
-                1e-4);
+    EXPECT_NEAR(std::sqrt(squares / pixels - sum / pixels * sum / pixels), ImageLoaderOptions().deviation, 1e-4);
   }
 }
 
@@ -229,16 +220,14 @@ TEST_F(DataTest, FashionMnistMissingOrWrong) {
   expect_error<FormatError>(load, {labels, "offset 9", "found label 10", "expected 0 to 9"});
   write("t10k-labels-idx1-ubyte.gz", gzip(idx({2, 1}, Bytes(2, 1))));
   expect_error<FormatError>(load, {labels, "found sizes [2,1]", "expected [N]"});
-  const std::string images =
-      write("t10k-images-idx3-ubyte.gz", gzip(idx({2, 28, 27}, counting(2 * 28 * 27))));
+  const std::string images = write("t10k-images-idx3-ubyte.gz", gzip(idx({2, 28, 27}, counting(2 * 28 * 27))));
   expect_error<FormatError>(load, {images, "[2,28,27]", "[N,28,28]"});
 }
 
 // ---- tokens ----
 
 Bytes le32(std::uint32_t x) {
-  return {static_cast<char>(x), static_cast<char>(x >> 8), static_cast<char>(x >> 16),
-          static_cast<char>(x >> 24)};
+  return {static_cast<char>(x), static_cast<char>(x >> 8), static_cast<char>(x >> 16), static_cast<char>(x >> 24)};
 }
 
 Bytes token_file(std::uint32_t magic, std::uint32_t version, std::uint32_t count, const Bytes& data) {
@@ -269,8 +258,7 @@ TEST_F(DataTest, TokensOfText) {
   EXPECT_EQ(data.vocab(), 256);
   EXPECT_EQ(data[0], 255);
   EXPECT_EQ(data[1], 'h');
-  expect_error<FormatError>([&] { TokenDataset::open_text(write("empty", "")); },
-                            {"empty file", path("empty")});
+  expect_error<FormatError>([&] { TokenDataset::open_text(write("empty", "")); }, {"empty file", path("empty")});
   expect_error<IoError>([&] { TokenDataset::open_text(path("none")); }, {"No such file"});
 }
 
@@ -290,10 +278,7 @@ TEST_F(DataTest, TokensMalformed) {
       {"model file of llm.c", token_file(20240326, 3, 3, ids), 0, {"magic 20240326"}},
       {"evaluation file of llm.c", token_file(20240522, 1, 3, ids), 0, {"magic 20240522"}},
       {"version 2", token_file(20240520, 2, 3, ids), 0, {"offset 4", "version 2", "expected 1"}},
-      {"version 1 of the wide format",
-       token_file(20240801, 1, 3, wide),
-       0,
-       {"offset 4", "version 1", "expected 7"}},
+      {"version 1 of the wide format", token_file(20240801, 1, 3, wide), 0, {"offset 4", "version 1", "expected 7"}},
       {"count 0", token_file(20240520, 1, 0, ""), 0, {"offset 8", "count of 0"}},
       {"negative count", token_file(20240520, 1, 0xFFFFFFFFu, ids), 0, {"offset 8", "count of -1"}},
       {"count too large", token_file(20240520, 1, 4, ids), 0, {"offset 1030", "1032 bytes", "truncated"}},
@@ -307,14 +292,8 @@ TEST_F(DataTest, TokensMalformed) {
        token_file(20240520, 1, 3, ids),
        3,
        {"offset 1028", "token 3", "less than 3", "vocabulary"}},
-      {"wide id at the vocabulary",
-       token_file(20240801, 7, 3, wide),
-       2,
-       {"offset 1032", "token 3", "less than 2"}},
-      {"id above 2^31",
-       token_file(20240801, 7, 1, le32(0x80000000u)),
-       0,
-       {"offset 1024", "token 2147483648"}},
+      {"wide id at the vocabulary", token_file(20240801, 7, 3, wide), 2, {"offset 1032", "token 3", "less than 2"}},
+      {"id above 2^31", token_file(20240801, 7, 1, le32(0x80000000u)), 0, {"offset 1024", "token 2147483648"}},
   };
   for (const auto& c : cases) {
     SCOPED_TRACE(c.what);
@@ -352,14 +331,9 @@ TEST_F(DataTest, TokensSliceSplitAndRange) {
   expect_error<IndexError>([] { TokenDataset::from_tokens({0, -1}); }, {"token 1 is -1"});
   expect_error<IndexError>([] { TokenDataset::from_tokens({0, 5}, 5); }, {"token 1 is 5", "0 to 4"});
   expect_error<ConfigError>([] { TokenDataset::from_tokens({0}, std::int64_t{1} << 32); }, {"vocab"});
-  expect_error<IndexError>(
-      [&] {
-        write_tokens(path("t"), std::vector<std::int32_t>{3, -2});
-      },
-      {"token 1 is -2"});
+  expect_error<IndexError>([&] { write_tokens(path("t"), std::vector<std::int32_t>{3, -2}); }, {"token 1 is -2"});
   expect_error<ConfigError>([&] { write_tokens(path("t"), {}); }, {"got 0"});
-  expect_error<IoError>([&] { write_tokens(path("no/folder"), std::vector<std::int32_t>{3}); },
-                        {"can not create"});
+  expect_error<IoError>([&] { write_tokens(path("no/folder"), std::vector<std::int32_t>{3}); }, {"can not create"});
 }
 
 }  // namespace

@@ -48,7 +48,8 @@ TEST(Docs, EveryCodeBlockIsCompiled) {
         ++blocks;
         // A one-line declaration of the guide's imaginary op has nothing to compile against.
         if (block.find("cube(const Tensor& x)") != std::string::npos) continue;
-        EXPECT_NE(compiled.find(squeezed(block)), std::string::npos) << page << ": this block is compiled nowhere:\n" << block;
+        EXPECT_NE(compiled.find(squeezed(block)), std::string::npos) << page << ": this block is compiled nowhere:\n"
+                                                                     << block;
       } else {
         block += line + "\n";
       }

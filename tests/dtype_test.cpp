@@ -1,5 +1,5 @@
-// Conversions of the 16- and 8-bit types against an oracle written from the standard with ldexp and comparisons of exact
-// rationals in f64: no shared code, no bit tricks. MANTISSA_EXHAUSTIVE=1 adds all 2^32 patterns of f32.
+// Conversions of the 16- and 8-bit types against an oracle written from the standard with ldexp and comparisons of
+// exact rationals in f64: no shared code, no bit tricks. MANTISSA_EXHAUSTIVE=1 adds all 2^32 patterns of f32.
 #include <bit>
 #include <limits>
 #include <random>
@@ -22,13 +22,16 @@ struct Oracle {
   double value(unsigned bits) const {
     const double sign = bits & sign_bit() ? -1 : 1;
     const unsigned e = bits >> fraction_bits & top(), f = bits & ((1u << fraction_bits) - 1);
-    if (infinity && e == top()) return f ? std::numeric_limits<double>::quiet_NaN() : sign * std::numeric_limits<double>::infinity();
+    if (infinity && e == top())
+      return f ? std::numeric_limits<double>::quiet_NaN() : sign * std::numeric_limits<double>::infinity();
     if (!infinity && e == top() && f == (1u << fraction_bits) - 1) return std::numeric_limits<double>::quiet_NaN();
     if (e == 0) return sign * std::ldexp(f, 1 - bias() - fraction_bits);
     return sign * std::ldexp((1u << fraction_bits) + f, static_cast<int>(e) - bias() - fraction_bits);
   }
   /// The magnitudes in order: pattern i is the i-th, and one more is what overflow starts from.
-  unsigned largest() const { return infinity ? (top() << fraction_bits) - 1 : (top() << fraction_bits) + (1u << fraction_bits) - 2; }
+  unsigned largest() const {
+    return infinity ? (top() << fraction_bits) - 1 : (top() << fraction_bits) + (1u << fraction_bits) - 2;
+  }
 
   /// All magnitudes in order, for repeated use.
   std::vector<double> magnitudes() const {
@@ -38,9 +41,10 @@ struct Oracle {
   }
 
   /// Round to nearest even by search among the magnitudes.
-  unsigned round(double x) const { return round(x, [this](unsigned bits) { return value(bits); }); }
-  template <class Value>
-  unsigned round(double x, Value value) const {
+  unsigned round(double x) const {
+    return round(x, [this](unsigned bits) { return value(bits); });
+  }
+  template <class Value> unsigned round(double x, Value value) const {
     const unsigned sign = std::signbit(x) ? sign_bit() : 0;
     const double a = std::fabs(x);
     const double step = value(largest()) - value(largest() - 1), limit = value(largest()) + step / 2;
@@ -57,21 +61,18 @@ struct Oracle {
   }
 };
 
-template <class T>
-constexpr Oracle oracle_of() {
+template <class T> constexpr Oracle oracle_of() {
   if constexpr (std::is_same_v<T, float16>) return {5, 10, true};
   if constexpr (std::is_same_v<T, bfloat16>) return {8, 7, true};
   if constexpr (std::is_same_v<T, float8_e4m3>) return {4, 3, false};
   return {5, 2, true};
 }
 
-template <class T>
-class Types : public ::testing::Test {};
+template <class T> class Types : public ::testing::Test {};
 using AllTypes = ::testing::Types<float16, bfloat16, float8_e4m3, float8_e5m2>;
 TYPED_TEST_SUITE(Types, AllTypes);
 
-template <class T>
-unsigned patterns() { return 1u << (8 * sizeof(T)); }
+template <class T> unsigned patterns() { return 1u << (8 * sizeof(T)); }
 
 TYPED_TEST(Types, EveryPatternWidens) {
   const Oracle o = oracle_of<TypeParam>();
@@ -91,12 +92,23 @@ TYPED_TEST(Types, EveryPatternWidens) {
 }
 
 /// Every midpoint of two neighbours, every value, and the f32 numbers beside them, in both signs.
-template <class T>
-std::vector<float> boundaries() {
+template <class T> std::vector<float> boundaries() {
   const Oracle o = oracle_of<T>();
-  std::vector<float> list{0.0f, std::numeric_limits<float>::min(), std::numeric_limits<float>::denorm_min(), std::numeric_limits<float>::max(),
-                          std::numeric_limits<float>::infinity(), 65504.0f, 65519.996f, 65520.0f, std::bit_cast<float>(0x7F7F7FFFu),
-                          std::bit_cast<float>(0x7F7F8000u), std::bit_cast<float>(0x7F7F8001u), 448.0f, 464.0f, 57344.0f, 61440.0f};
+  std::vector<float> list{0.0f,
+                          std::numeric_limits<float>::min(),
+                          std::numeric_limits<float>::denorm_min(),
+                          std::numeric_limits<float>::max(),
+                          std::numeric_limits<float>::infinity(),
+                          65504.0f,
+                          65519.996f,
+                          65520.0f,
+                          std::bit_cast<float>(0x7F7F7FFFu),
+                          std::bit_cast<float>(0x7F7F8000u),
+                          std::bit_cast<float>(0x7F7F8001u),
+                          448.0f,
+                          464.0f,
+                          57344.0f,
+                          61440.0f};
   for (unsigned bits = 0; bits <= o.largest(); ++bits) {
     const double v = o.value(bits), next = bits < o.largest() ? o.value(bits + 1) : 2 * v - o.value(bits - 1);
     for (const double x : {v, (v + next) / 2}) {
@@ -188,7 +200,8 @@ TEST(DTypes, ExhaustiveNarrowing) {
       std::int64_t wrong = 0;
 #pragma omp parallel for reduction(+ : wrong)
       for (std::int64_t i = 0; i < kPart; ++i)
-        wrong += std::isnan(values[i]) ? !std::isnan(o.value(got[i].bits)) : got[i].bits != o.round(static_cast<double>(values[i]), magnitude);
+        wrong += std::isnan(values[i]) ? !std::isnan(o.value(got[i].bits))
+                                       : got[i].bits != o.round(static_cast<double>(values[i]), magnitude);
       ASSERT_EQ(wrong, 0) << "patterns from " << begin;
     };
     check.template operator()<float16>();

@@ -20,11 +20,7 @@ TEST_P(Errors, Views) {
   refuses<ShapeError>([&] { x.reshape({4, -1}); }, {"reshape: " + name + " does not fit [4,-1]"});
   refuses<ShapeError>([&] { x.reshape({0, -1}); }, {"reshape: " + name + " does not fit [0,-1]"});
   refuses<ShapeError>([&] { x.reshape({-1, -1}); }, {"reshape: at most one size may be -1", "[-1,-1]"});
-  refuses<ShapeError>(
-      [&] {
-        x.reshape({-2, 3});
-      },
-      {"reshape: at most one size may be -1 and none less", "[-2,3]"});
+  refuses<ShapeError>([&] { x.reshape({-2, 3}); }, {"reshape: at most one size may be -1 and none less", "[-2,3]"});
   refuses<ShapeError>([&] { x.permute({0}); }, {"permute: [0] does not name every axis of " + name});
   refuses<ShapeError>([&] { x.permute({0, 0}); }, {"permute: axis 0 appears twice in [0,0]"});
   refuses<ShapeError>([&] { x.permute({0, 2}); }, {"permute: axis 2 is out of range for rank 2"});
@@ -47,11 +43,7 @@ TEST_P(Errors, Views) {
       },
       {"copy_: " + is("f32[1,2,3]") + " does not broadcast to " + name});
   refuses<ShapeError>([] { concat({}); }, {"concat: nothing to concatenate"});
-  refuses<ShapeError>(
-      [&] {
-        concat({x, f({2})});
-      },
-      {"concat: ranks differ: " + name + " and " + is("f32[2]")});
+  refuses<ShapeError>([&] { concat({x, f({2})}); }, {"concat: ranks differ: " + name + " and " + is("f32[2]")});
   refuses<ShapeError>(
       [&] {
         concat({x, f({2, 4}, DType::f16)});
@@ -75,8 +67,7 @@ TEST_P(Errors, Views) {
 
 TEST_P(Errors, InPlaceWrites) {
   const Tensor x = leaf(f({2}));
-  refuses<AutogradError>([&] { x.fill_(1); },
-                         {"fill_: " + is("f32[2]") + " requires a gradient; do it under NoGrad"});
+  refuses<AutogradError>([&] { x.fill_(1); }, {"fill_: " + is("f32[2]") + " requires a gradient; do it under NoGrad"});
   refuses<AutogradError>([&] { x.copy_(f({2})); },
                          {"copy_: " + is("f32[2]") + " requires a gradient; do it under NoGrad"});
 }
@@ -154,14 +145,12 @@ TEST_P(Errors, UndefinedOperands) {
                                 {"copy_", [&] { none.copy_(x); }},
                                 {"to", [&] { none.to(device()); }}};
   for (const Case& one : cases) refuses<AutogradError>(one.call, {one.name, "is undefined"});
-  refuses<AutogradError>([&] { batch_norm(image, none, none, c, c, true); },
-                         {"batch_norm: w and b must be given"});
+  refuses<AutogradError>([&] { batch_norm(image, none, none, c, c, true); }, {"batch_norm: w and b must be given"});
   std::printf("%zu ops refuse undefined operands\n", cases.size());
 }
 
 TEST_P(Errors, WrongTypes) {
-  const Tensor x = f({2, 3}), whole = i({2, 3}), image = f({1, 1, 4, 4}),
-               tiny = zeros({2, 3}, on(DType::f8e4m3));
+  const Tensor x = f({2, 3}), whole = i({2, 3}), image = f({1, 1, 4, 4}), tiny = zeros({2, 3}, on(DType::f8e4m3));
   struct Case {
     const char* name;
     std::function<void()> call;
@@ -186,11 +175,9 @@ TEST_P(Errors, WrongTypes) {
                                 {"gather", [&] { gather(whole, 0, whole); }},
                                 {"scatter_add", [&] { scatter_add(x, 0, whole, whole); }}};
   for (const Case& c : cases)
-    refuses<DTypeError>(c.call,
-                        {std::string(c.name) + ": expected f64, f32, f16 or bf16, got " + is("i64[2,3]")});
+    refuses<DTypeError>(c.call, {std::string(c.name) + ": expected f64, f32, f16 or bf16, got " + is("i64[2,3]")});
   refuses<DTypeError>([&] { exp(tiny); }, {"exp: expected f64, f32, f16 or bf16, got " + is("f8e4m3[2,3]")});
-  refuses<DTypeError>([&] { embedding(x, x); },
-                      {"embedding: indices must be i64 or i32, got " + is("f32[2,3]")});
+  refuses<DTypeError>([&] { embedding(x, x); }, {"embedding: indices must be i64 or i32, got " + is("f32[2,3]")});
   refuses<DTypeError>([&] { cross_entropy(x, f({2})); },
                       {"cross_entropy: indices must be i64 or i32, got " + is("f32[2]")});
   refuses<DTypeError>([&] { gather(x, 0, x); }, {"gather: indices must be i64 or i32"});
@@ -256,13 +243,9 @@ TEST_P(Errors, ShapesOfOps) {
         matmul(x, f({32, 784}, DType::f16));
       },
       {"matmul: inner dimensions differ: a is " + is("f16[32,784]") + ", b is " + is("f16[32,784]")});
-  refuses<ShapeError>([&] { matmul(x, f({})); }, {"matmul: scalars have no product; a is " +
-                                                  is("f16[32,784]") + ", b is " + is("f32[]")});
-  refuses<ShapeError>(
-      [&] {
-        matmul(f({2, 4, 5}), f({3, 5, 4}));
-      },
-      {"matmul: shapes do not broadcast: [2] and [3]"});
+  refuses<ShapeError>([&] { matmul(x, f({})); },
+                      {"matmul: scalars have no product; a is " + is("f16[32,784]") + ", b is " + is("f32[]")});
+  refuses<ShapeError>([&] { matmul(f({2, 4, 5}), f({3, 5, 4})); }, {"matmul: shapes do not broadcast: [2] and [3]"});
   refuses<ShapeError>(
       [&] {
         linear(x, f({10, 100}, DType::f16));
@@ -270,11 +253,7 @@ TEST_P(Errors, ShapesOfOps) {
       {"linear: inner dimensions differ: x is " + is("f16[32,784]") + ", w is " + is("f16[10,100]") +
        " (w is [out, in])"});
   refuses<ShapeError>([&] { linear(x, f({784}, DType::f16)); }, {"linear: inner dimensions differ"});
-  refuses<ShapeError>(
-      [&] {
-        linear(f({}), f({1, 1}));
-      },
-      {"linear: inner dimensions differ: x is " + is("f32[]")});
+  refuses<ShapeError>([&] { linear(f({}), f({1, 1})); }, {"linear: inner dimensions differ: x is " + is("f32[]")});
   refuses<ShapeError>(
       [&] {
         linear(f({2, 3}), f({4, 3}), f({3}));
@@ -304,19 +283,14 @@ TEST_P(Errors, ShapesOfOps) {
       [&] {
         attention_qkv(f({1, 4, 10}), 3);
       },
-      {"attention_qkv: expected [batch, length, 3 x heads x head size] with 3 heads, got " +
-       is("f32[1,4,10]")});
+      {"attention_qkv: expected [batch, length, 3 x heads x head size] with 3 heads, got " + is("f32[1,4,10]")});
   refuses<ShapeError>([&] { attention_qkv(f({1, 4, 12}), 0); }, {"attention_qkv", "with 0 heads"});
   refuses<ShapeError>([&] { softmax(f({})); }, {"softmax: expected at least one axis, got " + is("f32[]")});
   refuses<ShapeError>([&] { log_softmax(x, 2); }, {"log_softmax: axis 2 is out of range for rank 2"});
   refuses<ShapeError>([&] { layer_norm(f({})); }, {"layer_norm: expected at least one axis"});
   refuses<ShapeError>([&] { layer_norm(x, f({783})); },
                       {"layer_norm: w is " + is("f32[783]") + ", expected [784] for x " + is("f16[32,784]")});
-  refuses<ShapeError>(
-      [&] {
-        layer_norm(x, f({784}), f({1, 784}));
-      },
-      {"layer_norm: b is " + is("f32[1,784]")});
+  refuses<ShapeError>([&] { layer_norm(x, f({784}), f({1, 784})); }, {"layer_norm: b is " + is("f32[1,784]")});
   refuses<ShapeError>([&] { add_rms_norm(x, f({784}, DType::f16)); },
                       {"add_rms_norm: x is " + is("f16[32,784]") + ", residual is " + is("f16[784]")});
   refuses<ShapeError>([&] { batch_norm(x, c, c, c, c, true); },
@@ -330,9 +304,8 @@ TEST_P(Errors, ShapesOfOps) {
         batch_norm(f({1, 3, 1, 1}), c, c, c, c, true);
       },
       {"batch_norm: training needs more than one value per channel, got " + is("f32[1,3,1,1]")});
-  refuses<ShapeError>(
-      [&] { cross_entropy(x, i({31})); },
-      {"cross_entropy: x is " + is("f16[32,784]") + ", so targets must be [32], got " + is("i64[31]")});
+  refuses<ShapeError>([&] { cross_entropy(x, i({31})); },
+                      {"cross_entropy: x is " + is("f16[32,784]") + ", so targets must be [32], got " + is("i64[31]")});
   refuses<ShapeError>(
       [&] {
         cross_entropy(f({4, 0}), i({4}));
@@ -350,8 +323,7 @@ TEST_P(Errors, ShapesOfOps) {
       [&] {
         conv2d(image, f({4, 2, 3, 3}));
       },
-      {"conv2d: channels differ: x is " + is("f32[2,3,8,8]") + ", w is " + is("f32[4,2,3,3]") +
-       ", groups 1"});
+      {"conv2d: channels differ: x is " + is("f32[2,3,8,8]") + ", w is " + is("f32[4,2,3,3]") + ", groups 1"});
   refuses<ShapeError>(
       [&] {
         conv2d(image, f({4, 3, 9, 9}));
@@ -363,13 +335,8 @@ TEST_P(Errors, ShapesOfOps) {
       },
       {"conv2d: b is " + is("f32[3]") + ", w is " + is("f32[4,3,3,3]")});
   refuses<ShapeError>([&] { max_pool2d(x); }, {"max_pool2d: expected [N,C,H,W], got " + is("f16[32,784]")});
-  refuses<ShapeError>(
-      [&] {
-        avg_pool2d(image, {.kernel = {9, 9}});
-      },
-      {"avg_pool2d: a window of 9 does not fit"});
-  refuses<ShapeError>([&] { embedding(i({2}), f({4})); },
-                      {"embedding: w must be [rows, size], got " + is("f32[4]")});
+  refuses<ShapeError>([&] { avg_pool2d(image, {.kernel = {9, 9}}); }, {"avg_pool2d: a window of 9 does not fit"});
+  refuses<ShapeError>([&] { embedding(i({2}), f({4})); }, {"embedding: w must be [rows, size], got " + is("f32[4]")});
   refuses<ShapeError>([&] { gather(x, 0, i({2})); },
                       {"gather: index must have the rank of " + is("f16[32,784]") + ", got " + is("i64[2]")});
   refuses<ShapeError>(
@@ -390,12 +357,10 @@ TEST_P(Errors, OptionsOfOps) {
   for (const double p : {-0.1, 1.1, kNaN}) {
     refuses<ConfigError>([&] { dropout(x, p); },
                          {"dropout: the probability must lie in [0, 1], got " + detail::number_to_string(p)});
-    refuses<ConfigError>(
-        [&] { bernoulli({2}, p, on()); },
-        {"bernoulli: the probability must lie in [0, 1], got " + detail::number_to_string(p)});
-    refuses<ConfigError>(
-        [&] { cross_entropy(x, i({2}), {.label_smoothing = p}); },
-        {"cross_entropy: label_smoothing must lie in [0, 1], got " + detail::number_to_string(p)});
+    refuses<ConfigError>([&] { bernoulli({2}, p, on()); },
+                         {"bernoulli: the probability must lie in [0, 1], got " + detail::number_to_string(p)});
+    refuses<ConfigError>([&] { cross_entropy(x, i({2}), {.label_smoothing = p}); },
+                         {"cross_entropy: label_smoothing must lie in [0, 1], got " + detail::number_to_string(p)});
     refuses<ConfigError>([&] { const nn::Dropout layer(p); },
                          {"Dropout: the probability must lie in [0, 1], got " + detail::number_to_string(p)});
   }
@@ -432,8 +397,7 @@ TEST_P(Errors, IndicesOutOfRange) {  // checked on the CPU always, on the GPU in
       Tensor ids = i({2, 3}, 0, dtype);
       poke(ids, 5, bad);
       const std::string what = is(to_string(dtype) + "[2,3]");
-      refuses<IndexError>([&] { embedding(ids, w); },
-                          {"embedding: an index of " + what + " lies outside [0, 10)"});
+      refuses<IndexError>([&] { embedding(ids, w); }, {"embedding: an index of " + what + " lies outside [0, 10)"});
       refuses<IndexError>(
           [&] {
             gather(f({10, 3}), 0, ids);
@@ -472,11 +436,9 @@ TEST(ErrorsOfDevices, OperandsOnDifferentDevices) {
   const std::vector<std::string> both{"operands are on different devices", "f32[2,3]@cpu", "f32[2,3]@cuda:0",
                                       ".to(device)"};
   refuses<DeviceError>([&] { here + there; }, both);
-  refuses<DeviceError>([&] { matmul(here, there.transpose(0, 1)); },
-                       {"matmul: operands are on different devices"});
+  refuses<DeviceError>([&] { matmul(here, there.transpose(0, 1)); }, {"matmul: operands are on different devices"});
   refuses<DeviceError>([&] { linear(there, here); }, both);
-  refuses<DeviceError>([&] { where(here > here, there, there); },
-                       {"where: operands are on different devices"});
+  refuses<DeviceError>([&] { where(here > here, there, there); }, {"where: operands are on different devices"});
   refuses<DeviceError>(
       [&] {
         cross_entropy(there, zeros({2}, {DType::i64, cpu}));

@@ -18,21 +18,15 @@ MT_ON_DEVICES(Errors);
 
 TEST_P(Errors, OptimizerOptions) {
   const Tensor p = leaf(f({2}));
-  refuses<ConfigError>([&] { const SGD sgd(std::vector<Tensor>{}); },
-                       {"optimizer: no parameters were given"});
+  refuses<ConfigError>([&] { const SGD sgd(std::vector<Tensor>{}); }, {"optimizer: no parameters were given"});
   refuses<AutogradError>([&] { const SGD sgd({f({2})}); },
                          {"optimizer: " + is("f32[2]") + " is not a leaf that requires a gradient"});
-  refuses<AutogradError>([&] { const SGD sgd({p * 2.0}); },
-                         {"optimizer: " + is("f32[2]") + " is not a leaf"});
+  refuses<AutogradError>([&] { const SGD sgd({p * 2.0}); }, {"optimizer: " + is("f32[2]") + " is not a leaf"});
   refuses<DTypeError>([&] { const SGD sgd({leaf(f({2}, DType::f16))}); },
                       {"optimizer: parameters are f32 masters, got " + is("f16[2]"), "Autocast"});
   refuses<ConfigError>([&] { const SGD sgd({leaf(f({4}).slice(0, 0, 4, 2))}); },
                        {"optimizer: " + is("f32[2]") + " is a view with gaps"});
-  refuses<ConfigError>(
-      [&] {
-        const SGD sgd({p, p});
-      },
-      {"optimizer: a parameter " + is("f32[2]") + " appears twice"});
+  refuses<ConfigError>([&] { const SGD sgd({p, p}); }, {"optimizer: a parameter " + is("f32[2]") + " appears twice"});
   refuses<ConfigError>(
       [&] {
         const SGD sgd(std::vector<optim::ParamGroup>{{{p}, -1, 0}}, {});
@@ -57,14 +51,11 @@ TEST_P(Errors, OptimizerOptions) {
     refuses<ConfigError>([&] { const optim::AdamW adam({p}, {.beta2 = b}); },
                          {"Adam: betas must lie in [0, 1)", detail::number_to_string(b)});
   }
-  refuses<ConfigError>([&] { const optim::Adam adam({p}, {.eps = -1}); },
-                       {"Adam: eps must not be negative, got -1"});
+  refuses<ConfigError>([&] { const optim::Adam adam({p}, {.eps = -1}); }, {"Adam: eps must not be negative, got -1"});
   SGD sgd({p});
   refuses<ConfigError>([&] { sgd.clip_grad_norm(0); }, {"clip_grad_norm: the limit must be positive, got 0"});
-  refuses<ConfigError>([&] { sgd.clip_grad_norm(kNaN); },
-                       {"clip_grad_norm: the limit must be positive, got nan"});
-  refuses<ConfigError>([&] { sgd.clip_grad_value(-2); },
-                       {"clip_grad_value: the limit must be positive, got -2"});
+  refuses<ConfigError>([&] { sgd.clip_grad_norm(kNaN); }, {"clip_grad_norm: the limit must be positive, got nan"});
+  refuses<ConfigError>([&] { sgd.clip_grad_value(-2); }, {"clip_grad_value: the limit must be positive, got -2"});
   refuses<ConfigError>([&] { sgd.set_schedule(optim::constant(1, -1)); },
                        {"schedule: warmup must not be negative and `every` positive, got -1 and 1"});
   refuses<ConfigError>([&] { sgd.set_schedule(optim::step_decay(1, 0)); },
@@ -98,8 +89,7 @@ TEST_P(Errors, Steps) {
   refuses<AutogradError>([&] { sgd.step(); }, {"optimizer: the gradients carry a loss scale; call "
                                                "scaler.step(optimizer) of the scaler that scaled them"});
   q.set_grad(f({1}));
-  refuses<AutogradError>([&] { scaler.step(sgd); },
-                         {"scaler.step: some gradients are scaled and some are not"});
+  refuses<AutogradError>([&] { scaler.step(sgd); }, {"scaler.step: some gradients are scaled and some are not"});
   refuses<AutogradError>([&] { scaled(other, p, 1); },
                          {"a gradient scaled by one scaler can not be added to one with another scale; call "
                           "zero_grad() in between"});
@@ -143,47 +133,34 @@ TEST_P(Errors, LayersAndModels) {
   refuses<ConfigError>([=] { nn::Embedding(3, -1, d); }, {"Embedding: sizes must be positive, got -1"});
   refuses<ConfigError>([=] { nn::LayerNorm(0, 1e-5, d); }, {"LayerNorm: sizes must be positive, got 0"});
   refuses<ConfigError>([=] { nn::RMSNorm(-4, 1e-5, d); }, {"RMSNorm: sizes must be positive, got -4"});
-  refuses<ConfigError>([=] { nn::BatchNorm2d(0, 0.1, 1e-5, d); },
-                       {"BatchNorm2d: sizes must be positive, got 0"});
+  refuses<ConfigError>([=] { nn::BatchNorm2d(0, 0.1, 1e-5, d); }, {"BatchNorm2d: sizes must be positive, got 0"});
   refuses<ConfigError>([=] { nn::Conv2d(3, 4, 0, d); }, {"Conv2d: sizes must be positive, got 0"});
-  refuses<ConfigError>([=] { nn::Conv2d(3, 4, 3, {.stride = -1}, d); },
-                       {"Conv2d: sizes must be positive, got -1"});
+  refuses<ConfigError>([=] { nn::Conv2d(3, 4, 3, {.stride = -1}, d); }, {"Conv2d: sizes must be positive, got -1"});
   refuses<ConfigError>([=] { nn::Conv2d(3, 4, 3, {.groups = 2}, d); },
                        {"Conv2d: 2 groups do not divide 3 and 4 channels"});
   refuses<ConfigError>([] { nn::MaxPool2d(0); }, {"MaxPool2d: sizes must be positive, got 0"});
   refuses<ConfigError>([] { nn::AvgPool2d(-2); }, {"AvgPool2d: sizes must be positive, got -2"});
-  refuses<ConfigError>([=] { nn::SelfAttention(10, 3, d); },
-                       {"SelfAttention: 3 heads do not divide width 10"});
+  refuses<ConfigError>([=] { nn::SelfAttention(10, 3, d); }, {"SelfAttention: 3 heads do not divide width 10"});
   refuses<ConfigError>([=] { nn::SelfAttention(10, 0, d); }, {"SelfAttention: 0 heads"});
   refuses<ConfigError>([=] { nn::MLP({3}, d); }, {"MLP: need at least an input and an output size"});
   refuses<ConfigError>([=] { nn::SmallCNN({.width = 0}, d); }, {"Conv2d: sizes must be positive, got 0"});
   refuses<ConfigError>([=] { nn::SmallCNN({.dropout = 2}, d); },
                        {"Dropout: the probability must lie in [0, 1], got 2"});
-  refuses<ConfigError>(
-      [=] { nn::GPT({.vocabulary = 5, .context = 4, .width = 4, .layers = 0, .heads = 1}, d); },
-      {"GPT: need at least one layer, got 0"});
-  refuses<ConfigError>(
-      [=] { nn::GPT({.vocabulary = 0, .context = 4, .width = 4, .layers = 1, .heads = 1}, d); },
-      {"Embedding: sizes must be positive, got 0"});
-  refuses<ConfigError>(
-      [=] { nn::GPT({.vocabulary = 5, .context = 4, .width = 5, .layers = 1, .heads = 2}, d); },
-      {"SelfAttention: 2 heads do not divide width 5"});
-  for (const auto init : {nn::init::kaiming_normal, nn::init::kaiming_uniform, nn::init::xavier_normal,
-                          nn::init::xavier_uniform})
+  refuses<ConfigError>([=] { nn::GPT({.vocabulary = 5, .context = 4, .width = 4, .layers = 0, .heads = 1}, d); },
+                       {"GPT: need at least one layer, got 0"});
+  refuses<ConfigError>([=] { nn::GPT({.vocabulary = 0, .context = 4, .width = 4, .layers = 1, .heads = 1}, d); },
+                       {"Embedding: sizes must be positive, got 0"});
+  refuses<ConfigError>([=] { nn::GPT({.vocabulary = 5, .context = 4, .width = 5, .layers = 1, .heads = 2}, d); },
+                       {"SelfAttention: 2 heads do not divide width 5"});
+  for (const auto init :
+       {nn::init::kaiming_normal, nn::init::kaiming_uniform, nn::init::xavier_normal, nn::init::xavier_uniform})
     refuses<ShapeError>([=] { init({3}, 1); }, {"init: fans need a weight of at least two axes, got [3]"});
   nn::GPT gpt({.vocabulary = 5, .context = 4, .width = 4, .layers = 1, .heads = 1}, d);
-  refuses<ShapeError>(
-      [&] {
-        gpt(i({1, 5}));
-      },
-      {"GPT: expected tokens [batch, length <= 4], got " + is("i64[1,5]")});
-  refuses<ShapeError>([&] { gpt(i({4})); },
-                      {"GPT: expected tokens [batch, length <= 4], got " + is("i64[4]")});
+  refuses<ShapeError>([&] { gpt(i({1, 5})); }, {"GPT: expected tokens [batch, length <= 4], got " + is("i64[1,5]")});
+  refuses<ShapeError>([&] { gpt(i({4})); }, {"GPT: expected tokens [batch, length <= 4], got " + is("i64[4]")});
   refuses<ConfigError>([&] { gpt.generate({}, 3); }, {"generate: the prompt is empty"});
-  refuses<ConfigError>([&] { gpt.generate({1}, 3, -1); },
-                       {"generate: temperature and top_k must not be negative"});
-  refuses<ConfigError>([&] { gpt.generate({1}, 3, 1, -1); },
-                       {"generate: temperature and top_k must not be negative"});
+  refuses<ConfigError>([&] { gpt.generate({1}, 3, -1); }, {"generate: temperature and top_k must not be negative"});
+  refuses<ConfigError>([&] { gpt.generate({1}, 3, 1, -1); }, {"generate: temperature and top_k must not be negative"});
   nn::MLP mlp({4, 3}, d);
   refuses<ShapeError>(
       [&] {
@@ -225,7 +202,8 @@ TEST(ErrorsOfDevices, CapturedStepsWhoseWorldChanged) {
   };
   record();
   sgd.groups()[0].lr_scale = 2;
-  refuses<ConfigError>([&] { step(x); }, {"captured step: lr_scale or weight_decay of group 0 changed", "reset() it to record again"});
+  refuses<ConfigError>([&] { step(x); },
+                       {"captured step: lr_scale or weight_decay of group 0 changed", "reset() it to record again"});
   record();
   low = bf16;
   step(ones({3, 8}, {DType::f32, cuda(0)}));  // another shape runs as it is, and makes another working copy
@@ -240,9 +218,7 @@ TEST(ErrorsOfDevices, CapturedStepsWhoseWorldChanged) {
   record();
 }
 
-MT_ERRORS_INVENTORY([](const std::string& file) {
-  return file.starts_with("optim/") || file.starts_with("nn/");
-});
+MT_ERRORS_INVENTORY([](const std::string& file) { return file.starts_with("optim/") || file.starts_with("nn/"); });
 
 }  // namespace
 }  // namespace mantissa

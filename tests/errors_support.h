@@ -19,13 +19,11 @@ inline std::set<std::string>& met() {
 }
 
 /// Expects `f` to throw exactly E with every part in its text, and notes the place.
-template <class E, class F>
-void refuses(F&& f, const std::vector<std::string>& parts) {
+template <class E, class F> void refuses(F&& f, const std::vector<std::string>& parts) {
   expect_error<E>(f, parts);
   const std::string text = error_text<E>(f);
   const auto open = text.rfind('['), close = text.rfind(']');
-  if (open != std::string::npos && close != std::string::npos)
-    met().insert(text.substr(open + 1, close - open - 1));
+  if (open != std::string::npos && close != std::string::npos) met().insert(text.substr(open + 1, close - open - 1));
 }
 
 class ErrorsOnDevice : public OnDevice {
@@ -60,8 +58,7 @@ inline std::vector<Place> places_in(const std::filesystem::path& path, const std
         if (!quoted && c == ')' && --depth == 0) break;
       }
       const auto line = [&](std::size_t to) {
-        return 1 + static_cast<int>(
-                       std::count(source.begin(), source.begin() + static_cast<std::ptrdiff_t>(to), '\n'));
+        return 1 + static_cast<int>(std::count(source.begin(), source.begin() + static_cast<std::ptrdiff_t>(to), '\n'));
       };
       places.push_back({name, source.substr(at, end - at + 1), line(at), line(end)});
     }
@@ -79,7 +76,8 @@ inline void expect_every_check_met(const std::function<bool(const std::string& f
   // Out of reach here, by a part of the statement.
   std::vector<std::string> exempt;
   const int gpus = cuda_device_count();
-  if (gpus == 0) exempt = {"different devices", "was used on", "parameters are on", "there is no cuda:", "captured step: "};
+  if (gpus == 0)
+    exempt = {"different devices", "was used on", "parameters are on", "there is no cuda:", "captured step: "};
   if (gpus > 0) exempt.push_back("no GPU can be used");
   if (gpus < 2) exempt.push_back("copies between GPUs");
   const bool with_cuda = !contains(cuda_unavailable_reason(), "no CUDA backend");
@@ -89,8 +87,7 @@ inline void expect_every_check_met(const std::function<bool(const std::string& f
       const std::string file = std::string(folder) + "/" + entry.path().filename().string();
       if (file == "core/error.h" || (file == "core/no_cuda.cpp" && with_cuda))
         continue;  // the macros; not in this build
-      if (!belongs(file) || (entry.path().extension() != ".cpp" && entry.path().extension() != ".h"))
-        continue;
+      if (!belongs(file) || (entry.path().extension() != ".cpp" && entry.path().extension() != ".h")) continue;
       for (Place& place : places_in(entry.path(), file)) places.push_back(std::move(place));
     }
   }
@@ -98,15 +95,13 @@ inline void expect_every_check_met(const std::function<bool(const std::string& f
   for (const Place& place : places) {
     bool found = false;
     for (int line = place.first; line <= place.last && !found; ++line)
-      found = std::ranges::any_of(met(), [&](const std::string& at) {
-        return at.ends_with(place.file + ":" + std::to_string(line));
-      });
+      found = std::ranges::any_of(
+          met(), [&](const std::string& at) { return at.ends_with(place.file + ":" + std::to_string(line)); });
     const bool out_of_reach =
         std::ranges::any_of(exempt, [&](const std::string& part) { return contains(place.text, part); });
     hit += found;
     excused += !found && out_of_reach;
-    EXPECT_TRUE(found || out_of_reach)
-        << "no test meets " << place.file << ":" << place.first << ": " << place.text;
+    EXPECT_TRUE(found || out_of_reach) << "no test meets " << place.file << ":" << place.first << ": " << place.text;
   }
   std::printf("checks: %zu, met %zu, out of reach on this machine %zu\n", places.size(), hit, excused);
   EXPECT_FALSE(places.empty());

@@ -15,16 +15,8 @@ MT_ON_DEVICES(Errors);
 // -----------------------------------------------------------------------------------------------------------------
 
 TEST_P(Errors, Shapes) {
-  refuses<ShapeError>(
-      [] {
-        Shape({1, 1, 1, 1, 1, 1, 1, 1, 1});
-      },
-      {"shape: at most 8 axes are supported, got 9"});
-  refuses<ShapeError>(
-      [] {
-        f({1, 1, 1, 1, 1, 1, 1, 1}).unsqueeze(0);
-      },
-      {"shape: at most 8 axes are supported"});
+  refuses<ShapeError>([] { Shape({1, 1, 1, 1, 1, 1, 1, 1, 1}); }, {"shape: at most 8 axes are supported, got 9"});
+  refuses<ShapeError>([] { f({1, 1, 1, 1, 1, 1, 1, 1}).unsqueeze(0); }, {"shape: at most 8 axes are supported"});
   refuses<ShapeError>([] { zeros({2, -3}, on()); }, {"shape: negative size in [2,-3]"});
   refuses<ShapeError>(
       [] {
@@ -33,14 +25,9 @@ TEST_P(Errors, Shapes) {
       {"shape: too many elements in [1099511627776,1099511627776]"});
   refuses<ShapeError>([] { empty({1ll << 62}, on(DType::f64)); },
                       {"empty: too many bytes for f64[4611686018427387904]"});
-  refuses<OutOfMemoryError>(
-      [] { backend(device()).allocator().allocate(std::size_t{1} << 60, MemoryCategory::data); },
-      {"out of memory on " + to_string(device()), "requested"});
-  refuses<ShapeError>(
-      [] {
-        channels_last_strides({2, 3});
-      },
-      {"channels_last_strides: expected [N,C,H,W], got [2,3]"});
+  refuses<OutOfMemoryError>([] { backend(device()).allocator().allocate(std::size_t{1} << 60, MemoryCategory::data); },
+                            {"out of memory on " + to_string(device()), "requested"});
+  refuses<ShapeError>([] { channels_last_strides({2, 3}); }, {"channels_last_strides: expected [N,C,H,W], got [2,3]"});
   refuses<ShapeError>(
       [] {
         from_vector(std::vector<float>{1, 2, 3}, {2, 2}, on());
@@ -70,8 +57,7 @@ TEST_P(Errors, ReadingTensors) {
 }
 
 TEST_P(Errors, NamesOfDevicesAndPrecisions) {
-  for (const char* text :
-       {"gpu", "", "CPU", "cuda:", "cuda:x", "cuda:-1", "cuda:1x", "cuda:99999999999", "cpu "})
+  for (const char* text : {"gpu", "", "CPU", "cuda:", "cuda:x", "cuda:-1", "cuda:1x", "cuda:99999999999", "cpu "})
     refuses<ConfigError>([text] { parse_device(text); },
                          {std::string("device: '") + text + "' is not one of cpu, cuda, cuda:<index>, auto"});
   if (cuda_device_count() == 0) {
@@ -84,9 +70,8 @@ TEST_P(Errors, NamesOfDevicesAndPrecisions) {
     EXPECT_EQ(parse_device("auto"), cuda(0));
   }
   for (const char* text : {"fp8", "", "FP32", "half"})
-    refuses<ConfigError>(
-        [text] { parse_precision(text); },
-        {std::string("precision: '") + text + "' is not one of fp32, tf32, fp16-mixed, bf16-mixed"});
+    refuses<ConfigError>([text] { parse_precision(text); },
+                         {std::string("precision: '") + text + "' is not one of fp32, tf32, fp16-mixed, bf16-mixed"});
   for (const std::string& name : precision_names()) EXPECT_EQ(to_string(parse_precision(name)), name);
   refuses<ConfigError>([] { set_num_threads(0); }, {"set_num_threads: need at least one thread, got 0"});
   for (const DType dtype : {DType::f64, DType::i64, DType::f8e4m3})
@@ -106,8 +91,8 @@ TEST_P(Errors, KernelsRefuseTypesThatTheyDoNotHave) {  // behind the checks of t
 // ----------------------------------------------------------------------------------------------------------------
 
 TEST_P(Errors, Graph) {
-  refuses<AutogradError>([] { f({}).backward(); }, {"backward: " + is("f32[]"),
-                                                    "does not depend on a tensor that requires a gradient"});
+  refuses<AutogradError>([] { f({}).backward(); },
+                         {"backward: " + is("f32[]"), "does not depend on a tensor that requires a gradient"});
   refuses<AutogradError>([] { backward({}); }, {"backward: undefined"});
   refuses<ShapeError>(
       [] {
@@ -120,8 +105,7 @@ TEST_P(Errors, Graph) {
   twice.backward();
   refuses<AutogradError>([&] { twice.backward(); },
                          {"backward: the graph of", "was used already", "retain_graph = true"});
-  refuses<AutogradError>([] { Tensor().set_requires_grad(); },
-                         {"set_requires_grad: the tensor is undefined"});
+  refuses<AutogradError>([] { Tensor().set_requires_grad(); }, {"set_requires_grad: the tensor is undefined"});
   refuses<AutogradError>(
       [] { exp(leaf(f({2}))).set_requires_grad(); },
       {"set_requires_grad: " + is("f32[2]") + " is the result of 'exp', not a leaf; detach() it first"});
@@ -129,9 +113,8 @@ TEST_P(Errors, Graph) {
                       {"set_requires_grad: only float tensors have gradients, got " + is("i64[2]")});
   refuses<AutogradError>([] { f({2}).register_hook([](const Tensor& g) { return g; }); },
                          {"register_hook: " + is("f32[2]") + " does not require a gradient"});
-  refuses<AutogradError>(
-      [] { register_accumulated_hook(f({2}), [](const Tensor&) {}); },
-      {"register_accumulated_hook: " + is("f32[2]") + " is not a leaf that requires a gradient"});
+  refuses<AutogradError>([] { register_accumulated_hook(f({2}), [](const Tensor&) {}); },
+                         {"register_accumulated_hook: " + is("f32[2]") + " is not a leaf that requires a gradient"});
   refuses<AutogradError>([] { f({2}).set_grad(f({2})); }, {"set_grad: " + is("f32[2]") + " is not a leaf"});
   refuses<ShapeError>([] { leaf(f({2})).set_grad(f({3})); },
                       {"set_grad: the gradient is " + is("f32[3]") + ", the tensor " + is("f32[2]")});
@@ -163,9 +146,8 @@ TEST_P(Errors, Graph) {
       },
       {"square: a tensor that backward needs, " + is("f32[2]") + ", was changed in place: it is at version",
        "clone()"});
-  refuses<DTypeError>(
-      [] { gradcheck([](std::span<const Tensor> in) { return sum(in[0]); }, {leaf(f({2}))}); },
-      {"gradcheck: inputs must be f64 leaves, got " + is("f32[2]")});
+  refuses<DTypeError>([] { gradcheck([](std::span<const Tensor> in) { return sum(in[0]); }, {leaf(f({2}))}); },
+                      {"gradcheck: inputs must be f64 leaves, got " + is("f32[2]")});
   refuses<AutogradError>(
       [&] {
         const Tensor twice_scaled = leaf(f({1}));

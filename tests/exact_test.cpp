@@ -33,7 +33,9 @@ Values naive_matmul(const Values& a, const Values& b, std::int64_t m, std::int64
   Values y(static_cast<std::size_t>(m * n));
   for (std::int64_t i = 0; i < m; ++i)
     for (std::int64_t l = 0; l < k; ++l)
-      for (std::int64_t j = 0; j < n; ++j) y[static_cast<std::size_t>(i * n + j)] += a[static_cast<std::size_t>(i * k + l)] * b[static_cast<std::size_t>(l * n + j)];
+      for (std::int64_t j = 0; j < n; ++j)
+        y[static_cast<std::size_t>(i * n + j)] +=
+            a[static_cast<std::size_t>(i * k + l)] * b[static_cast<std::size_t>(l * n + j)];
   return y;
 }
 
@@ -43,14 +45,16 @@ TEST(Exact, MatmulOfEveryLayoutAndOddSizes) {
   for (const auto& [device, dtype] : cases()) {
     std::uint64_t size_seed = seed() + count;
     for (int trial = 0; trial < 24; ++trial) {
-      const auto pick = [&] { return 1 + static_cast<std::int64_t>(philox(size_seed, static_cast<std::uint64_t>(count++)).lane[0] % 130); };
+      const auto pick = [&] {
+        return 1 + static_cast<std::int64_t>(philox(size_seed, static_cast<std::uint64_t>(count++)).lane[0] % 130);
+      };
       const std::int64_t m = pick(), k = pick(), n = pick();
       const Tensor a = integers({m, k}), b = integers({k, n});
       const Values exact = rounded(naive_matmul(a.to_vector<double>(), b.to_vector<double>(), m, k, n), dtype);
       Tensor x = a.to(dtype).to(device), y = b.to(dtype).to(device);
       if (trial & 1) x = x.transpose(0, 1).contiguous().transpose(0, 1);  // stored by columns
       if (trial & 2) y = y.transpose(0, 1).contiguous().transpose(0, 1);
-      if (trial & 4) x = concat({x, x}, 1).slice(1, k, 2 * k);            // rows with gaps, odd offset
+      if (trial & 4) x = concat({x, x}, 1).slice(1, k, 2 * k);  // rows with gaps, odd offset
       EXPECT_EQ(matmul(x, y).to_vector<double>(), exact) << x << " " << y << " trial " << trial;
     }
   }
@@ -76,8 +80,10 @@ TEST(Exact, BatchedAndBroadcastMatmulWithGradients) {
         for (std::int64_t r = 0; r < m; ++r)
           for (std::int64_t l = 0; l < k; ++l)
             for (std::int64_t c = 0; c < n; ++c) {
-              ga[static_cast<std::size_t>((i * m + r) * k + l)] += vg[static_cast<std::size_t>(r * n + c)] * vb[static_cast<std::size_t>(l * n + c)];
-              gb[static_cast<std::size_t>((j * k + l) * n + c)] += vg[static_cast<std::size_t>(r * n + c)] * va[static_cast<std::size_t>(r * k + l)];
+              ga[static_cast<std::size_t>((i * m + r) * k + l)] +=
+                  vg[static_cast<std::size_t>(r * n + c)] * vb[static_cast<std::size_t>(l * n + c)];
+              gb[static_cast<std::size_t>((j * k + l) * n + c)] +=
+                  vg[static_cast<std::size_t>(r * n + c)] * va[static_cast<std::size_t>(r * k + l)];
             }
       }
     EXPECT_EQ(product.to_vector<double>(), rounded(forward, dtype));
@@ -101,7 +107,8 @@ TEST(Exact, LinearAccumulatesItsWeightGradients) {
       const Values vb = b.to_vector<double>(), vg = g.to_vector<double>();
       for (std::size_t i = 0; i < exact.size(); ++i) exact[i] += vb[i % out];
       EXPECT_EQ(y.to_vector<double>(), rounded(exact, dtype));
-      Values gw = naive_matmul(g.transpose(0, 1).to_vector<double>(), x.to_vector<double>(), out, rows, in), gb(static_cast<std::size_t>(out));
+      Values gw = naive_matmul(g.transpose(0, 1).to_vector<double>(), x.to_vector<double>(), out, rows, in),
+             gb(static_cast<std::size_t>(out));
       for (double& v : gw) v *= pass;
       for (std::size_t i = 0; i < vg.size(); ++i) gb[i % out] += pass * vg[i];
       EXPECT_EQ(tw.grad().to_vector<double>(), gw) << "pass " << pass;
@@ -138,7 +145,9 @@ TEST(Exact, SumsOverEverySetOfAxes) {
       const Tensor t = x.to(dtype).to(device);
       EXPECT_EQ(sum(t, axes).to_vector<double>(), rounded(exact, dtype)) << mask;
       // The same elements stored with the axes reversed.
-      EXPECT_EQ(sum(t.permute({3, 2, 1, 0}).contiguous().permute({3, 2, 1, 0}), axes).to_vector<double>(), rounded(exact, dtype)) << mask;
+      EXPECT_EQ(sum(t.permute({3, 2, 1, 0}).contiguous().permute({3, 2, 1, 0}), axes).to_vector<double>(),
+                rounded(exact, dtype))
+          << mask;
     }
 }
 
@@ -178,7 +187,8 @@ TEST(Exact, ScatterAndGather) {
       Values exact = base.to_vector<double>(), picked;
       const Values vx = x.to_vector<double>(), vi = index.to_vector<double>(), vb = exact;
       for (std::int64_t i = 0; i < x.numel(); ++i) {
-        std::int64_t at[3] = {i / index_shape[2] / index_shape[1], i / index_shape[2] % index_shape[1], i % index_shape[2]};
+        std::int64_t at[3] = {i / index_shape[2] / index_shape[1], i / index_shape[2] % index_shape[1],
+                              i % index_shape[2]};
         at[axis] = static_cast<std::int64_t>(vi[static_cast<std::size_t>(i)]);
         const auto to = static_cast<std::size_t>((at[0] * 5 + at[1]) * 6 + at[2]);
         exact[to] += vx[static_cast<std::size_t>(i)];
@@ -196,9 +206,11 @@ TEST(Exact, ConvolutionAndItsGradients) {
     std::int64_t kernel, stride, padding, dilation, groups;
   };
   for (const auto& [device, dtype] : cases())
-    for (const Geometry& q : {Geometry{1, 1, 0, 1, 1}, Geometry{3, 1, 1, 1, 1}, Geometry{3, 2, 1, 1, 1}, Geometry{2, 1, 0, 2, 1}, Geometry{3, 1, 1, 1, 2}}) {
+    for (const Geometry& q : {Geometry{1, 1, 0, 1, 1}, Geometry{3, 1, 1, 1, 1}, Geometry{3, 2, 1, 1, 1},
+                              Geometry{2, 1, 0, 2, 1}, Geometry{3, 1, 1, 1, 2}}) {
       const std::int64_t n = 2, c = 4, o = 6, h = 7, w = 5, cg = c / q.groups, og = o / q.groups;
-      const std::int64_t reach = q.dilation * (q.kernel - 1) + 1, oh = (h + 2 * q.padding - reach) / q.stride + 1, ow = (w + 2 * q.padding - reach) / q.stride + 1;
+      const std::int64_t reach = q.dilation * (q.kernel - 1) + 1, oh = (h + 2 * q.padding - reach) / q.stride + 1,
+                         ow = (w + 2 * q.padding - reach) / q.stride + 1;
       const Tensor x = integers({n, c, h, w}), k = integers({o, cg, q.kernel, q.kernel}), g = integers({n, o, oh, ow});
       const Values vx = x.to_vector<double>(), vk = k.to_vector<double>(), vg = g.to_vector<double>();
       Values y(vg.size()), gx(vx.size()), gk(vk.size());
@@ -209,23 +221,27 @@ TEST(Exact, ConvolutionAndItsGradients) {
               for (std::int64_t ch = 0; ch < cg; ++ch)
                 for (std::int64_t p = 0; p < q.kernel; ++p)
                   for (std::int64_t r = 0; r < q.kernel; ++r) {
-                    const std::int64_t row = i * q.stride - q.padding + p * q.dilation, column = j * q.stride - q.padding + r * q.dilation;
+                    const std::int64_t row = i * q.stride - q.padding + p * q.dilation,
+                                       column = j * q.stride - q.padding + r * q.dilation;
                     if (row < 0 || row >= h || column < 0 || column >= w) continue;
                     const auto at_x = static_cast<std::size_t>(((b * c + f / og * cg + ch) * h + row) * w + column);
-                    const auto at_k = static_cast<std::size_t>(((f * cg + ch) * q.kernel + p) * q.kernel + r), at_y = static_cast<std::size_t>(((b * o + f) * oh + i) * ow + j);
+                    const auto at_k = static_cast<std::size_t>(((f * cg + ch) * q.kernel + p) * q.kernel + r),
+                               at_y = static_cast<std::size_t>(((b * o + f) * oh + i) * ow + j);
                     y[at_y] += vx[at_x] * vk[at_k];
                     gx[at_x] += vg[at_y] * vk[at_k];
                     gk[at_k] += vg[at_y] * vx[at_x];
                   }
       Conv2dOptions options;
-      for (int a = 0; a < 2; ++a) options.stride[a] = q.stride, options.padding[a] = q.padding, options.dilation[a] = q.dilation;
+      for (int a = 0; a < 2; ++a)
+        options.stride[a] = q.stride, options.padding[a] = q.padding, options.dilation[a] = q.dilation;
       options.groups = q.groups;
       Tensor tx = x.to(dtype).to(device).clone(), tk = k.to(dtype).to(device).clone();
       tx.set_requires_grad();
       tk.set_requires_grad();
       const Tensor ty = conv2d(tx, tk, {}, options);
       backward(ty, {.seed = g.to(dtype).to(device)});
-      SCOPED_TRACE(detail::message(tx, " ", tk, " stride ", q.stride, " padding ", q.padding, " dilation ", q.dilation, " groups ", q.groups));
+      SCOPED_TRACE(detail::message(tx, " ", tk, " stride ", q.stride, " padding ", q.padding, " dilation ", q.dilation,
+                                   " groups ", q.groups));
       EXPECT_EQ(ty.to_vector<double>(), rounded(y, dtype));
       EXPECT_EQ(tx.grad().to_vector<double>(), rounded(gx, dtype));
       EXPECT_EQ(tk.grad().to_vector<double>(), gk);

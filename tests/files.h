@@ -39,15 +39,13 @@ class FileTest : public ::testing::Test {
 };
 
 /// Runs f, which must throw an E whose message has all the words.
-template <class E, class F>
-void expect_error(F&& f, const std::vector<std::string>& words) {
+template <class E, class F> void expect_error(F&& f, const std::vector<std::string>& words) {
   try {
     f();
     ADD_FAILURE() << "no error";
   } catch (const E& error) {
     for (const auto& word : words)
-      EXPECT_NE(std::string(error.what()).find(word), std::string::npos)
-          << error.what() << "\nlacks " << word;
+      EXPECT_NE(std::string(error.what()).find(word), std::string::npos) << error.what() << "\nlacks " << word;
   } catch (const std::exception& error) {
     ADD_FAILURE() << "wrong class: " << error.what();
   }

@@ -53,7 +53,8 @@ TEST(Layers, PublicHeadersNeedOnlyTheStandardLibrary) {
       if (entry.path().extension() != ".h") continue;
       for (const std::string& name : includes(entry.path())) {
         const bool ours = kMayInclude.contains(name.substr(0, name.find('/'))) && name.find('/') != std::string::npos;
-        const bool standard = name.find('/') == std::string::npos && (name.find('.') == std::string::npos || name == "signal.h");  // POSIX
+        const bool standard = name.find('/') == std::string::npos &&
+                              (name.find('.') == std::string::npos || name == "signal.h");  // POSIX
         EXPECT_TRUE(ours || standard) << entry.path() << " includes " << name;
       }
     }
@@ -66,7 +67,8 @@ TEST(Layers, OnlyTheBackendsKnowTheirLibraries) {
     for (const auto& entry : fs::recursive_directory_iterator(root / folder)) {
       if (!entry.is_regular_file()) continue;
       for (const std::string& name : includes(entry.path())) {
-        EXPECT_FALSE(name.starts_with("cuda") || name.starts_with("cublas") || name.starts_with("cudnn")) << entry.path() << " includes " << name;
+        EXPECT_FALSE(name.starts_with("cuda") || name.starts_with("cublas") || name.starts_with("cudnn"))
+            << entry.path() << " includes " << name;
         if (name.starts_with("Eigen")) {
           EXPECT_EQ(entry.path().parent_path().filename(), "cpu") << entry.path();
         }

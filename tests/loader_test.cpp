@@ -21,8 +21,7 @@ namespace {
 using testing::expect_error;
 
 ImageDataset images(std::int64_t n, std::int64_t side = 2) {
-  std::vector<std::uint8_t> pixels(static_cast<std::size_t>(n * side * side)),
-      labels(static_cast<std::size_t>(n));
+  std::vector<std::uint8_t> pixels(static_cast<std::size_t>(n * side * side)), labels(static_cast<std::size_t>(n));
   for (std::size_t i = 0; i < pixels.size(); ++i)
     pixels[i] = static_cast<std::uint8_t>(i / static_cast<std::size_t>(side * side));
   for (std::size_t i = 0; i < labels.size(); ++i)
@@ -36,8 +35,7 @@ TokenDataset counting_tokens(std::int32_t n) {
   return TokenDataset::from_tokens(ids);
 }
 
-template <class T = std::int64_t>
-std::vector<std::int64_t> values(const Tensor& x) {
+template <class T = std::int64_t> std::vector<std::int64_t> values(const Tensor& x) {
   return {x.data<T>(), x.data<T>() + x.numel()};
 }
 
@@ -107,8 +105,7 @@ TEST(ImageLoader, DropLastRawBytesAndInOrder) {
   const auto [x, y] = loader.next();
   EXPECT_EQ(x.dtype(), DType::u8);
   EXPECT_EQ(values(y), (std::vector<std::int64_t>{0, 1, 2, 3}));
-  EXPECT_EQ(values<std::uint8_t>(x),
-            (std::vector<std::int64_t>{0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3}));
+  EXPECT_EQ(values<std::uint8_t>(x), (std::vector<std::int64_t>{0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3}));
 }
 
 TEST(ImageLoader, DoesNotDependOnPrefetchOrTiming) {
@@ -165,9 +162,8 @@ TEST(ImageLoader, BadOptions) {
 
 TEST(TokenLoader, SequentialAndTargets) {
   for (const DType dtype : {DType::i32, DType::i64}) {
-    TokenLoader loader(
-        counting_tokens(26),
-        {.batch = 2, .context = 5, .order = TokenOrder::sequential, .drop_last = false, .dtype = dtype});
+    TokenLoader loader(counting_tokens(26),
+                       {.batch = 2, .context = 5, .order = TokenOrder::sequential, .drop_last = false, .dtype = dtype});
     EXPECT_EQ(loader.batches(), 3);
     std::int64_t next = 0;
     for (const auto& [x, y] : loader) {
@@ -185,8 +181,7 @@ TEST(TokenLoader, SequentialAndTargets) {
 }
 
 TEST(TokenLoader, ShuffledCoversEveryTokenOnce) {
-  TokenLoader loader(counting_tokens(41),
-                     {.batch = 2, .context = 5, .order = TokenOrder::shuffled, .seed = 4});
+  TokenLoader loader(counting_tokens(41), {.batch = 2, .context = 5, .order = TokenOrder::shuffled, .seed = 4});
   std::vector<std::vector<std::int64_t>> epochs;
   for (int epoch = 0; epoch < 2; ++epoch) {
     std::vector<std::int64_t> all;
@@ -213,16 +208,14 @@ TEST(TokenLoader, RandomReachesEveryWindow) {
     }
     starts.insert(epoch->begin(), epoch->end());
   }
-  EXPECT_EQ(starts,
-            (std::set<std::int64_t>{0, 1, 2, 3, 4, 5, 6, 7, 8}));  // 13 tokens, windows of 4 and a target
+  EXPECT_EQ(starts, (std::set<std::int64_t>{0, 1, 2, 3, 4, 5, 6, 7, 8}));  // 13 tokens, windows of 4 and a target
   EXPECT_NE(first_epoch, second_epoch);
 }
 
 TEST(TokenLoader, ShortestAndBadOptions) {
   TokenLoader shortest(counting_tokens(5), {.batch = 3, .context = 4});
   EXPECT_EQ(shortest.batches(), 1);
-  EXPECT_EQ(values<std::int32_t>(shortest.next().y),
-            (std::vector<std::int64_t>{1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4}));
+  EXPECT_EQ(values<std::int32_t>(shortest.next().y), (std::vector<std::int64_t>{1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4}));
   const auto make = [](const TokenLoaderOptions& options) {
     return [options] { TokenLoader loader(counting_tokens(20), options); };
   };
@@ -239,8 +232,7 @@ TEST(TokenLoader, ShortestAndBadOptions) {
 
 TEST(Loader, ResumeInsideAnEpochEqualsUnbroken) {
   const auto make = [] {
-    return TokenLoader(counting_tokens(1000),
-                       {.batch = 3, .context = 7, .order = TokenOrder::shuffled, .seed = 11});
+    return TokenLoader(counting_tokens(1000), {.batch = 3, .context = 7, .order = TokenOrder::shuffled, .seed = 11});
   };
   TokenLoader unbroken = make();
   std::vector<std::vector<std::int64_t>> expected;
@@ -302,8 +294,7 @@ TEST(Loader, AnErrorOfTheThreadArrivesInOrder) {
   for (const int prefetch : {1, 2, 16}) {
     Loader loader(std::make_unique<FailingSource>(5), 0, cpu, prefetch);
     for (std::int64_t i = 0; i < 5; ++i) EXPECT_EQ(values(loader.next().x)[0], i);
-    for (int repeat = 0; repeat < 2; ++repeat)
-      expect_error<FormatError>([&] { loader.next(); }, {"batch 5 is broken"});
+    for (int repeat = 0; repeat < 2; ++repeat) expect_error<FormatError>([&] { loader.next(); }, {"batch 5 is broken"});
     EXPECT_EQ(loader.state().position, 5);
     loader.set_state({.position = 6});  // skip it
     EXPECT_EQ(values(loader.next().x)[0], 6);
@@ -322,8 +313,7 @@ TEST(Loader, TheGpuGetsTheSameWithoutWaiting) {
   if (cuda_device_count() == 0) GTEST_SKIP() << "no GPU: " << cuda_unavailable_reason();
   const Device gpu = cuda(0);
   ImageLoader here(images(200, 28), {.batch = 32, .drop_last = false, .seed = 8});
-  ImageLoader there(images(200, 28),
-                    {.batch = 32, .drop_last = false, .seed = 8, .device = gpu, .prefetch = 2});
+  ImageLoader there(images(200, 28), {.batch = 32, .drop_last = false, .seed = 8, .device = gpu, .prefetch = 2});
   const std::int64_t waits = backend(gpu).counters.synchronizations;
   std::vector<Batch> batches;
   for (int i = 0; i < 30; ++i) batches.push_back(there.next());

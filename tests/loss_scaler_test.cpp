@@ -14,8 +14,7 @@ class Scaler : public OnDevice {};
 MT_ON_DEVICES(Scaler);
 
 TEST_P(Scaler, GrowsOnExactlyTheNthCleanStep) {
-  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256, .growth_interval = 1}).run("..."),
-            (Scales{512, 1024, 2048}));
+  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256, .growth_interval = 1}).run("..."), (Scales{512, 1024, 2048}));
   EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256, .growth_interval = 2}).run("....."),
             (Scales{256, 512, 512, 1024, 1024}));
   EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256, .growth_interval = 5}).run("..........."),
@@ -27,8 +26,7 @@ TEST_P(Scaler, GrowsOnExactlyTheNthCleanStep) {
 TEST_P(Scaler, AnOverflowHalvesTheScaleAndRestartsTheCount) {
   EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256, .growth_interval = 3}).run("..i..."),
             (Scales{256, 256, 128, 128, 128, 256}));
-  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256, .backoff = 0.125, .growth_interval = 3}).run("i"),
-            (Scales{32}));
+  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256, .backoff = 0.125, .growth_interval = 3}).run("i"), (Scales{32}));
 }
 
 TEST_P(Scaler, DefaultsArePyTorchs) {
@@ -46,11 +44,9 @@ TEST_P(Scaler, DefaultsArePyTorchs) {
 }
 
 TEST_P(Scaler, HoldsAtFloorAndCap) {
-  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 4, .growth_interval = 9, .floor = 2}).run("iii"),
-            (Scales{2, 2, 2}));
-  EXPECT_EQ(
-      Rig(device(), DynamicScale{.initial = 8, .backoff = 0.25, .growth_interval = 9, .floor = 4}).run("ii"),
-      (Scales{4, 4}));
+  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 4, .growth_interval = 9, .floor = 2}).run("iii"), (Scales{2, 2, 2}));
+  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 8, .backoff = 0.25, .growth_interval = 9, .floor = 4}).run("ii"),
+            (Scales{4, 4}));
   EXPECT_EQ(Rig(device(), DynamicScale{.initial = 4, .growth_interval = 1, .cap = 16}).run("....i."),
             (Scales{8, 16, 16, 16, 8, 16}));
   EXPECT_EQ(Rig(device(), DynamicScale{.initial = 8, .growth = 4, .growth_interval = 1, .cap = 16}).run(".."),
@@ -68,10 +64,8 @@ TEST_P(Scaler, DeepSpeedNoOverflow) {
 
 TEST_P(Scaler, DeepSpeedAllOverflow) {
   EXPECT_EQ(Rig(device(), DynamicScale{.initial = 16}).run("i-nnnnnn"), (Scales{8, 4, 2, 1, 1, 1, 1, 1}));
-  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 16, .floor = 2}).run("i-nnnnnn"),
-            (Scales{8, 4, 2, 2, 2, 2, 2, 2}));
-  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256}).run("i-nnnnnn"),
-            (Scales{128, 64, 32, 16, 8, 4, 2, 1}));
+  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 16, .floor = 2}).run("i-nnnnnn"), (Scales{8, 4, 2, 2, 2, 2, 2, 2}));
+  EXPECT_EQ(Rig(device(), DynamicScale{.initial = 256}).run("i-nnnnnn"), (Scales{128, 64, 32, 16, 8, 4, 2, 1}));
 }
 
 TEST_P(Scaler, DeepSpeedSomeOverflow) {
@@ -97,8 +91,7 @@ TEST_P(Scaler, HysteresisRefilledByEachCleanStep) {
 }
 
 TEST_P(Scaler, HysteresisRefilledByGrowthOnly) {
-  const DynamicScale policy{
-      .initial = 256, .growth_interval = 3, .hysteresis = 2, .refill_hysteresis = false};
+  const DynamicScale policy{.initial = 256, .growth_interval = 3, .hysteresis = 2, .refill_hysteresis = false};
   EXPECT_EQ(Rig(device(), policy).run("i.i.i"), (Scales{256, 256, 128, 128, 64}));  // two far apart spend it
   EXPECT_EQ(Rig(device(), policy).run("ii...ii"), (Scales{256, 128, 128, 128, 256, 256, 128}));
 }
@@ -174,9 +167,7 @@ TEST_P(Scaler, TwoHundredOverflowsHoldTheFloorAndRecover) {
   Rig rig(device(), DynamicScale{.growth_interval = 2});
   for (int i = 0; i < 200; ++i) {
     const Verdict verdict = rig.step(i % 2 ? 'i' : 'n').verdict();
-    ASSERT_EQ(verdict,
-              i < 16 ? (i % 2 ? Verdict::skipped_overflow : Verdict::skipped_nan) : Verdict::at_floor)
-        << i;
+    ASSERT_EQ(verdict, i < 16 ? (i % 2 ? Verdict::skipped_overflow : Verdict::skipped_nan) : Verdict::at_floor) << i;
     ASSERT_EQ(rig.scaler.scale(), std::max(1.0, std::ldexp(65536, -i - 1)));
   }
   const ScaleState state = rig.scaler.state();
@@ -192,8 +183,8 @@ TEST_P(Scaler, AStreakStopsTheRunWithAReason) {
   Rig rig(device(), DynamicScale{}, {.max_streak = 40});
   for (int i = 0; i < 40; ++i) rig.step('n').verdict();
   expect_error<NonFiniteError>([&] { rig.step('n'); },
-                               {"LossScaler: 40 steps in a row were skipped", "skipped at the floor", "3 NaN",
-                                "0 inf", "at scale 1", "floor 1", "not a scaling problem", "learning rate"});
+                               {"LossScaler: 40 steps in a row were skipped", "skipped at the floor", "3 NaN", "0 inf",
+                                "at scale 1", "floor 1", "not a scaling problem", "learning rate"});
 }
 
 TEST_P(Scaler, AfterTheStreakErrorACheckpointLetsTheRunGoOn) {
@@ -327,8 +318,7 @@ TEST_P(Scaler, TellsNaNFromOverflow) {
   EXPECT_EQ(rig.step('i').verdict(), Verdict::skipped_overflow);
   EXPECT_EQ(rig.step('-').verdict(), Verdict::skipped_overflow);
   EXPECT_EQ(rig.step('n').verdict(), Verdict::skipped_nan);
-  rig.scaler.backward(
-      loss_with_gradients({rig.w}, {from_vector(std::vector<double>{kInf, 1, kNaN}, {3}, on())}));
+  rig.scaler.backward(loss_with_gradients({rig.w}, {from_vector(std::vector<double>{kInf, 1, kNaN}, {3}, on())}));
   EXPECT_EQ(rig.scaler.step(rig.sgd).verdict(), Verdict::skipped_nan);
 }
 
@@ -349,9 +339,7 @@ TEST_P(Scaler, AnOverflowMadeByTheScaleIsCured) {
 
 TEST_P(Scaler, MicroBatchesAccumulateUnderOneScale) {
   Rig rig(device(), DynamicScale{.initial = 256, .growth_interval = 1});
-  const auto micro = [&](double g) {
-    rig.scaler.backward(loss_with_gradients({rig.w}, {full({3}, g, on())}));
-  };
+  const auto micro = [&](double g) { rig.scaler.backward(loss_with_gradients({rig.w}, {full({3}, g, on())})); };
   micro(1);
   micro(2);
   micro(4);
@@ -394,8 +382,7 @@ TEST_P(Scaler, Bf16AndF32GraphsAreNotScaled) {
     EXPECT_EQ(rig.scaler.state().total, 0);
     for (const double bad : {kInf, -kInf, kNaN}) {  // the check does not depend on scaling
       rig.scaler.backward(loss_with_gradients({rig.w}, {full({3}, bad, on())}, dtype));
-      EXPECT_EQ(rig.scaler.step(rig.sgd).verdict(),
-                std::isnan(bad) ? Verdict::skipped_nan : Verdict::skipped_overflow);
+      EXPECT_EQ(rig.scaler.step(rig.sgd).verdict(), std::isnan(bad) ? Verdict::skipped_nan : Verdict::skipped_overflow);
     }
     EXPECT_EQ(rig.w.to_vector(), (std::vector<float>{-0.5, -0.5, -0.5})) << dtype;
     EXPECT_EQ(rig.scaler.scale(), 65536);

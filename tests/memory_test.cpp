@@ -40,12 +40,9 @@ TEST_P(Memory, AViewKeepsItsStorage) {
 }
 
 TEST_P(Memory, TrainingBooksEveryByteUnderItsCategory) {
-  const auto held = [&](MemoryCategory c) {
-    return memory_stats(device()).held[static_cast<std::size_t>(c)];
-  };
+  const auto held = [&](MemoryCategory c) { return memory_stats(device()).held[static_cast<std::size_t>(c)]; };
   const std::int64_t weights = held(MemoryCategory::weights), moments = held(MemoryCategory::optimizer_state),
-                     working = held(MemoryCategory::working_copies),
-                     gradients = held(MemoryCategory::gradients);
+                     working = held(MemoryCategory::working_copies), gradients = held(MemoryCategory::gradients);
   nn::MLP model({256, 512, 128}, device());
   const std::int64_t count = model.num_parameters();
   optim::AdamW adam(model.parameters());
@@ -65,17 +62,17 @@ TEST_P(Memory, TrainingBooksEveryByteUnderItsCategory) {
   within(held(MemoryCategory::working_copies) - working, 2 * count, "working copies");
   within(held(MemoryCategory::gradients) - gradients, 4 * count, "gradients");
   const std::string report = memory_report(device());
-  for (const char* part : {"weights", "working copies", "gradients", "optimizer state", "activations",
-                           "workspace", "total", "cached", "MiB"})
+  for (const char* part : {"weights", "working copies", "gradients", "optimizer state", "activations", "workspace",
+                           "total", "cached", "MiB"})
     EXPECT_TRUE(contains(report, part)) << report;
 }
 
 TEST_P(Memory, RefusalNamesTheOpAndTheShapeAndTheRunGoesOn) {
   const Tensor x = ones({64, 32}, on()), w = ones({16, 32}, on());
   allocator().fail_after(1);
-  expect_error<OutOfMemoryError>([&] { linear(x, w); },
-                                 {"out of memory on " + to_string(device()) + ": linear requested 0.0 MiB",
-                                  "held", "peak", "cached", "for f32[64,16]"});
+  expect_error<OutOfMemoryError>(
+      [&] { linear(x, w); }, {"out of memory on " + to_string(device()) + ": linear requested 0.0 MiB", "held", "peak",
+                              "cached", "for f32[64,16]"});
   allocator().fail_after(1);
   expect_error<OutOfMemoryError>([&] { exp(x); }, {": exp requested", "for f32[64,32]"});
   EXPECT_EQ(linear(x, w).to_vector()[0], 32);
@@ -130,9 +127,8 @@ TEST_P(Memory, EveryAllocationOfAStepMayFail) {
 TEST_P(Memory, AbsurdSizesAreErrorsAndTheNextRequestWorks) {
   for (const Shape& shape :
        {Shape{std::int64_t{1} << 50}, Shape{std::int64_t{1} << 30, 1 << 20}, Shape{std::int64_t{1} << 60}})
-    expect_error<OutOfMemoryError>(
-        [&] { empty(shape, on()); },
-        {"out of memory", "requested", "MiB", "held", "peak", "cached", "for f32" + to_string(shape)});
+    expect_error<OutOfMemoryError>([&] { empty(shape, on()); }, {"out of memory", "requested", "MiB", "held", "peak",
+                                                                 "cached", "for f32" + to_string(shape)});
   expect_error<OutOfMemoryError>([&] { empty({std::int64_t{1} << 61}, on()); },
                                  {"out of memory", "for f32[2305843009213693952]"});  // 2^63 bytes
   expect_error<ShapeError>([&] { empty({std::int64_t{1} << 62}, on()); },
@@ -152,13 +148,11 @@ TEST_P(Memory, PoisonShowsUnwrittenMemory) {
   if (device().is_cuda()) GTEST_SKIP() << "the hook writes host memory";
   allocator().set_poison([](void* data, std::size_t n) { std::memset(data, 0xFF, n); });
   for (const DType dtype : {DType::f64, DType::f32, DType::f16, DType::bf16})
-    for (const double value : empty({1001}, on(dtype)).to_vector<double>())
-      ASSERT_TRUE(std::isnan(value)) << dtype;
+    for (const double value : empty({1001}, on(dtype)).to_vector<double>()) ASSERT_TRUE(std::isnan(value)) << dtype;
   // A whole step reads nothing that it has not written.
   manual_seed(5);
   nn::SmallCNN cnn({.width = 3, .hidden = 5}, device());
-  nn::GPT gpt({.vocabulary = 11, .context = 8, .width = 12, .layers = 2, .heads = 3, .dropout = 0.1},
-              device());
+  nn::GPT gpt({.vocabulary = 11, .context = 8, .width = 12, .layers = 2, .heads = 3, .dropout = 0.1}, device());
   const Tensor images = rand({3, 1, 28, 28}, on()), labels = zeros({3}, on(DType::i64)),
                tokens = zeros({2, 7}, on(DType::i64));
   for (const DType precision : {DType::f32, DType::f16, DType::bf16}) {

@@ -81,8 +81,8 @@ TEST_P(Nn, EveryParameterHasItsName) {
                                                                                  {"tail.1.weight", "[3,3]"},
                                                                                  {"maybe.weight", "[3]"},
                                                                                  {"temperature", "[]"}}));
-  EXPECT_EQ(shapes_of(m.named_buffers()), (std::map<std::string, std::string>{{"batch.running_mean", "[2]"},
-                                                                              {"batch.running_var", "[2]"}}));
+  EXPECT_EQ(shapes_of(m.named_buffers()),
+            (std::map<std::string, std::string>{{"batch.running_mean", "[2]"}, {"batch.running_var", "[2]"}}));
   EXPECT_EQ(m.num_parameters(), 12 + 3 + 20 + 3 + 3 + 2 + 2 + 9 + 9 + 3 + 1);
   EXPECT_EQ(m.named_parameters()[0].first, "first.weight") << "in the order of visit()";
   for (const Tensor& p : m.parameters()) {
@@ -96,8 +96,8 @@ TEST_P(Nn, EveryParameterHasItsName) {
 TEST_P(Nn, TrainAndEvalReachEveryChild) {
   Composite m(device());
   const auto all = [&](bool on) {
-    return m.training() == on && m.first.training() == on && m.drop.training() == on &&
-           m.batch.training() == on && m.tail[1].training() == on && m.maybe->training() == on;
+    return m.training() == on && m.first.training() == on && m.drop.training() == on && m.batch.training() == on &&
+           m.tail[1].training() == on && m.maybe->training() == on;
   };
   EXPECT_TRUE(all(true)) << "modules start in training mode";
   m.eval();
@@ -262,13 +262,12 @@ TEST(Init, GptStartsAsGpt2Does) {
 
 TEST_P(Nn, MlpShapes) {
   nn::MLP mlp({12, 7, 5, 3}, device());
-  EXPECT_EQ(shapes_of(mlp.named_parameters()),
-            (std::map<std::string, std::string>{{"layers.0.weight", "[7,12]"},
-                                                {"layers.0.bias", "[7]"},
-                                                {"layers.1.weight", "[5,7]"},
-                                                {"layers.1.bias", "[5]"},
-                                                {"layers.2.weight", "[3,5]"},
-                                                {"layers.2.bias", "[3]"}}));
+  EXPECT_EQ(shapes_of(mlp.named_parameters()), (std::map<std::string, std::string>{{"layers.0.weight", "[7,12]"},
+                                                                                   {"layers.0.bias", "[7]"},
+                                                                                   {"layers.1.weight", "[5,7]"},
+                                                                                   {"layers.1.bias", "[5]"},
+                                                                                   {"layers.2.weight", "[3,5]"},
+                                                                                   {"layers.2.bias", "[3]"}}));
   EXPECT_EQ(mlp(ones({4, 12}, on())).shape(), (Shape{4, 3}));
   EXPECT_EQ(mlp(ones({4, 1, 3, 4}, on())).shape(), (Shape{4, 3})) << "images are flattened";
   EXPECT_EQ(mlp(ones({0, 12}, on())).shape(), (Shape{0, 3})) << "an empty batch";
@@ -278,19 +277,18 @@ TEST_P(Nn, MlpShapes) {
 
 TEST_P(Nn, SmallCnnShapes) {
   nn::SmallCNN cnn({.channels = 2, .width = 4, .hidden = 6, .classes = 5}, device());
-  EXPECT_EQ(shapes_of(cnn.named_parameters()),
-            (std::map<std::string, std::string>{{"conv1.weight", "[4,2,3,3]"},
-                                                {"conv1.bias", "[4]"},
-                                                {"norm1.weight", "[4]"},
-                                                {"norm1.bias", "[4]"},
-                                                {"conv2.weight", "[8,4,3,3]"},
-                                                {"conv2.bias", "[8]"},
-                                                {"norm2.weight", "[8]"},
-                                                {"norm2.bias", "[8]"},
-                                                {"hidden.weight", "[6,392]"},
-                                                {"hidden.bias", "[6]"},
-                                                {"head.weight", "[5,6]"},
-                                                {"head.bias", "[5]"}}));
+  EXPECT_EQ(shapes_of(cnn.named_parameters()), (std::map<std::string, std::string>{{"conv1.weight", "[4,2,3,3]"},
+                                                                                   {"conv1.bias", "[4]"},
+                                                                                   {"norm1.weight", "[4]"},
+                                                                                   {"norm1.bias", "[4]"},
+                                                                                   {"conv2.weight", "[8,4,3,3]"},
+                                                                                   {"conv2.bias", "[8]"},
+                                                                                   {"norm2.weight", "[8]"},
+                                                                                   {"norm2.bias", "[8]"},
+                                                                                   {"hidden.weight", "[6,392]"},
+                                                                                   {"hidden.bias", "[6]"},
+                                                                                   {"head.weight", "[5,6]"},
+                                                                                   {"head.bias", "[5]"}}));
   EXPECT_EQ(cnn.named_buffers().size(), 4u);
   EXPECT_EQ(cnn(ones({3, 2, 28, 28}, on())).shape(), (Shape{3, 5}));
   for (const DType dtype : {DType::f16, DType::bf16}) {
@@ -305,23 +303,20 @@ TEST_P(Nn, GptShapes) {
   nn::GPT gpt(tiny(), device());
   const auto shapes = shapes_of(gpt.named_parameters());
   EXPECT_EQ(shapes.size(), 2u + 2 * 12 + 2);
-  for (const auto& [name, shape] :
-       std::map<std::string, std::string>{{"tokens.weight", "[13,12]"},
-                                          {"positions.weight", "[8,12]"},
-                                          {"norm.weight", "[12]"},
-                                          {"blocks.0.norm1.weight", "[12]"},
-                                          {"blocks.0.attention.qkv.weight", "[36,12]"},
-                                          {"blocks.1.attention.proj.bias", "[12]"},
-                                          {"blocks.1.up.weight", "[48,12]"},
-                                          {"blocks.1.down.weight", "[12,48]"}})
+  for (const auto& [name, shape] : std::map<std::string, std::string>{{"tokens.weight", "[13,12]"},
+                                                                      {"positions.weight", "[8,12]"},
+                                                                      {"norm.weight", "[12]"},
+                                                                      {"blocks.0.norm1.weight", "[12]"},
+                                                                      {"blocks.0.attention.qkv.weight", "[36,12]"},
+                                                                      {"blocks.1.attention.proj.bias", "[12]"},
+                                                                      {"blocks.1.up.weight", "[48,12]"},
+                                                                      {"blocks.1.down.weight", "[12,48]"}})
     EXPECT_EQ(shapes.at(name), shape) << name;
   const Tensor tokens = from_vector(std::vector<std::int64_t>{0, 1, 2, 3, 4, 5}, {2, 3}, on(DType::i64));
   EXPECT_EQ(gpt(tokens).shape(), (Shape{2, 3, 13}));
-  EXPECT_EQ(gpt(from_vector(std::vector<std::int32_t>{1, 2}, {1, 2}, on(DType::i32))).shape(),
-            (Shape{1, 2, 13}));
+  EXPECT_EQ(gpt(from_vector(std::vector<std::int32_t>{1, 2}, {1, 2}, on(DType::i32))).shape(), (Shape{1, 2, 13}));
   EXPECT_NEAR(gpt.loss(tokens, tokens).item(), std::log(13.0), 0.3) << "an untrained model knows nothing";
-  EXPECT_EQ(gpt.flops_per_token(),
-            6.0 * static_cast<double>(gpt.num_parameters() - 8 * 12) + 12.0 * 2 * 12 * 8);
+  EXPECT_EQ(gpt.flops_per_token(), 6.0 * static_cast<double>(gpt.num_parameters() - 8 * 12) + 12.0 * 2 * 12 * 8);
 }
 
 TEST_P(Nn, Gpt2HasItsPublishedSize) {
@@ -347,8 +342,7 @@ TEST_P(Nn, GptIsCausal) {
       const auto at = static_cast<std::size_t>(i);
       ASSERT_NEAR(got[at], original[at], 1e-6) << "the past does not see the future";
     }
-    EXPECT_NE(got[static_cast<std::size_t>(position * 13)],
-              original[static_cast<std::size_t>(position * 13)]);
+    EXPECT_NE(got[static_cast<std::size_t>(position * 13)], original[static_cast<std::size_t>(position * 13)]);
   }
 }
 
@@ -382,13 +376,9 @@ TEST_P(Nn, CheckpointedBlocksGiveIdenticalGradients) {
 TEST_P(Nn, CheckpointingSavesMemory) {
   const auto peak = [&](bool checkpoint) {
     manual_seed(9);
-    nn::GPT gpt({.vocabulary = 16,
-                 .context = 64,
-                 .width = 64,
-                 .layers = 6,
-                 .heads = 4,
-                 .checkpoint_blocks = checkpoint},
-                device());
+    nn::GPT gpt(
+        {.vocabulary = 16, .context = 64, .width = 64, .layers = 6, .heads = 4, .checkpoint_blocks = checkpoint},
+        device());
     const Tensor tokens = zeros({4, 64}, on(DType::i64));
     gpt.loss(tokens, tokens).backward();  // gradients exist from here on
     for (const Tensor& p : gpt.parameters()) p.zero_grad();
@@ -440,8 +430,7 @@ TEST_P(Nn, GenerateTakesTheMostLikelyToken) {
   std::vector<std::int64_t> tokens{1};
   for (int i = 0; i < 4; ++i) {
     const auto length = static_cast<std::int64_t>(tokens.size());
-    const auto scores =
-        gpt(from_vector(tokens, {1, length}, on(DType::i64))).select(1, length - 1).to_vector();
+    const auto scores = gpt(from_vector(tokens, {1, length}, on(DType::i64))).select(1, length - 1).to_vector();
     tokens.push_back(std::ranges::max_element(scores) - scores.begin());
   }
   EXPECT_EQ(gpt.generate({1}, 4, 0), tokens);

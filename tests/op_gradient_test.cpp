@@ -32,8 +32,7 @@ TEST(OpGradients, MatchDifferencesInF64) {
 class Gradients : public OnDevice {
  protected:
   /// d sum(f(x)) / dx at `values`.
-  template <class F>
-  static std::vector<double> at(const std::vector<double>& values, DType dtype, F&& f) {
+  template <class F> static std::vector<double> at(const std::vector<double>& values, DType dtype, F&& f) {
     const Tensor x = leaf(values, on(dtype));
     sum(f(x)).backward();
     return x.grad().to_vector<double>();
@@ -48,8 +47,10 @@ TEST_P(Gradients, AtKinks) {
     EXPECT_EQ(at({-1, -0.0, 0.0, 1}, dtype, [](const Tensor& x) { return relu(x); }), (Values{0, 0, 0, 1}));
     EXPECT_EQ(at({-1, -0.0, 0.0, 1}, dtype, [](const Tensor& x) { return abs(x); }), (Values{-1, 0, 0, 1}));
     EXPECT_EQ(at({-1, 0, 1}, dtype, [](const Tensor& x) { return leaky_relu(x, 0.25); }), (Values{0.25, 0.25, 1}));
-    EXPECT_EQ(at({-2, -1, 0, 1, 2}, dtype, [](const Tensor& x) { return clamp(x, -1, 1); }), (Values{0, 1, 1, 1, 0}));  // the ends belong to it
-    EXPECT_EQ(at({0, 2}, dtype, [](const Tensor& x) { return sqrt(x); }), (Values{kInf, at({2}, dtype, [](const Tensor& x) { return sqrt(x); })[0]}));
+    EXPECT_EQ(at({-2, -1, 0, 1, 2}, dtype, [](const Tensor& x) { return clamp(x, -1, 1); }),
+              (Values{0, 1, 1, 1, 0}));  // the ends belong to it
+    EXPECT_EQ(at({0, 2}, dtype, [](const Tensor& x) { return sqrt(x); }),
+              (Values{kInf, at({2}, dtype, [](const Tensor& x) { return sqrt(x); })[0]}));
     EXPECT_EQ(at({0, 3}, dtype, [](const Tensor& x) { return pow(x, 0); }), (Values{0, 0}));
     EXPECT_EQ(at({0, 3}, dtype, [](const Tensor& x) { return pow(x, 2); }), (Values{0, 6}));
     EXPECT_EQ(at({0, 3}, dtype, [](const Tensor& x) { return pow(x, 1); }), (Values{1, 1}));
@@ -57,7 +58,8 @@ TEST_P(Gradients, AtKinks) {
     for (const double big : {80.0, 300.0, 60000.0}) {
       EXPECT_EQ(at({-big, big}, dtype, [](const Tensor& x) { return softplus(x); })[1], 1) << big;
       EXPECT_NEAR(at({big}, dtype, [](const Tensor& x) { return tanh(x); })[0], 0, 1e-60) << big;
-      for (const auto f : {+[](const Tensor& x) { return gelu(x); }, +[](const Tensor& x) { return gelu_tanh(x); }, +[](const Tensor& x) { return silu(x); }}) {
+      for (const auto f : {+[](const Tensor& x) { return gelu(x); }, +[](const Tensor& x) { return gelu_tanh(x); },
+                           +[](const Tensor& x) { return silu(x); }}) {
         EXPECT_EQ(at({big}, dtype, f), (Values{1})) << big;
         EXPECT_NEAR(at({-big}, dtype, f)[0], 0, 1e-30) << big;
       }
@@ -81,7 +83,11 @@ TEST_P(Gradients, AtTies) {
     // Reductions and windows: the first of the largest takes all.
     EXPECT_EQ(at({1, 5, 5, 2}, dtype, [](const Tensor& x) { return max(x, 0); }), (Values{0, 1, 0, 0}));
     EXPECT_EQ(at({5, 1, 1, 2}, dtype, [](const Tensor& x) { return min(x, 0); }), (Values{0, 1, 0, 0}));
-    EXPECT_EQ(at({7, 7, 7, 7}, dtype, [](const Tensor& x) { return max_pool2d(x.reshape({1, 1, 2, 2})); }), (Values{1, 0, 0, 0}));
+    EXPECT_EQ(at({7, 7, 7, 7}, dtype,
+                 [](const Tensor& x) {
+                   return max_pool2d(x.reshape({1, 1, 2, 2}));
+                 }),
+              (Values{1, 0, 0, 0}));
   }
 }
 
@@ -98,7 +104,8 @@ TEST_P(Gradients, AreLinearInWhatArrives) {
                     none = run(row, layout, inputs, x, one.g * 0.0);
       for (std::size_t i = 0; i < x.size(); ++i) {
         if (!one.grads[i].defined()) continue;
-        EXPECT_EQ((one.grads[i] * 4.0).to_vector<double>(), four.grads[i].to_vector<double>()) << label(row, layout);  // 4 is exact
+        EXPECT_EQ((one.grads[i] * 4.0).to_vector<double>(), four.grads[i].to_vector<double>())
+            << label(row, layout);  // 4 is exact
         for (const double v : none.grads[i].to_vector<double>()) ASSERT_EQ(v, 0) << label(row, layout);
       }
     }

@@ -1,5 +1,5 @@
-// Rounding: every row of the op table in every type on every device against f64, as a ratio to perfect rounding; elementary
-// functions on all 65,536 inputs; products up to long inner dimensions. Memory is poisoned all the while.
+// Rounding: every row of the op table in every type on every device against f64, as a ratio to perfect rounding;
+// elementary functions on all 65,536 inputs; products up to long inner dimensions. Memory is poisoned all the while.
 #include "op_support.h"
 
 using namespace mantissa;
@@ -45,13 +45,18 @@ TEST_P(OpRounding, EveryRowRoundsAsItMust) {
         if (inputs.empty() || (large && (small_only() || dtype() == f64)) || (!large && data == Data::normal)) continue;
         if (data != Data::uniform && row.inner_kink) continue;
         if (data != (row.inner_kink ? Data::uniform : Data::normal) && layout == Layout::aligned) continue;
-        if (data != Data::uniform && layout != Layout::aligned && std::ranges::all_of(inputs, [](const Input& in) { return in.bounded; })) continue;
+        if (data != Data::uniform && layout != Layout::aligned &&
+            std::ranges::all_of(inputs, [](const Input& in) { return in.bounded; }))
+          continue;
         const RoundedInputs in(inputs, make_inputs(inputs, row.inner_kink ? Data::grid : data), dtype(), device());
         SCOPED_TRACE(label(row, layout) + ", " + name(data));
-        if (std::getenv("MANTISSA_TRACE") != nullptr) std::fprintf(stderr, "%s, %s\n", label(row, layout).c_str(), name(data));
-        const Outcome exact = run(row, layout, inputs, in.exact, {}, dtype()), got = run(row, layout, inputs, in.x, exact.g);
+        if (std::getenv("MANTISSA_TRACE") != nullptr)
+          std::fprintf(stderr, "%s, %s\n", label(row, layout).c_str(), name(data));
+        const Outcome exact = run(row, layout, inputs, in.exact, {}, dtype()),
+                      got = run(row, layout, inputs, in.x, exact.g);
         ASSERT_EQ(got.y.shape(), exact.y.shape());
-        const std::vector<double> y = row.oracle && !large ? exact_result(row, layout, in.exact) : exact.y.to_vector<double>();
+        const std::vector<double> y =
+            row.oracle && !large ? exact_result(row, layout, in.exact) : exact.y.to_vector<double>();
         if (is_low_precision(dtype()) && large && got.y.dtype() == dtype()) {
           EXPECT_LE(rounding_ratio(got.y, y), row.forward_limit) << "forward";
         }
@@ -70,7 +75,8 @@ TEST_P(OpRounding, EveryRowRoundsAsItMust) {
           ASSERT_TRUE(got.grads[i].defined()) << "gradient " << i;
           const std::vector<double> gx = exact.grads[i].to_vector<double>();
           EXPECT_LE(relative_error(got.grads[i], gx, floor), 2 * unit) << "gradient " << i;
-          // Fused attention takes sum_j p_j gp_j from the rounded result: where a row sees one key, little but that rounding is left.
+          // Fused attention takes sum_j p_j gp_j from the rounded result: where a row sees one key, little but that
+          // rounding is left.
           const bool one_hot = row.forward_limit == 1.5 && data == Data::heavy;
           if (is_low_precision(dtype()) && large && !inputs[i].parameter && !one_hot) {
             EXPECT_LE(rounding_ratio(got.grads[i].to(cpu).to(dtype()), gx), row.backward_limit) << "gradient " << i;
@@ -83,7 +89,8 @@ TEST_P(OpRounding, EveryRowRoundsAsItMust) {
 
 MT_ON_DEVICES_AND_TYPES(OpRounding, f64, f32, f16, bf16);
 
-// ---- elementary functions -----------------------------------------------------------------------------------------------
+// ---- elementary functions
+// -----------------------------------------------------------------------------------------------
 
 /// The place of a value among all values of a 16-bit type, in order; both zeros are 0.
 int place(DType dtype, double value) {
@@ -120,7 +127,8 @@ TEST_P(AllInputs, OfEveryUnaryOp) {
     for (std::size_t i = 0; i < values.size(); ++i) {
       if (std::isinf(values[i])) continue;  // limits: NonFinite in op_property_test.cpp
       if (std::isnan(rounded[i]) || std::isnan(got[i])) {
-        ASSERT_EQ(std::isnan(rounded[i]), std::isnan(got[i])) << op.name << "(" << values[i] << ") is " << got[i] << ", exactly " << exact[i];
+        ASSERT_EQ(std::isnan(rounded[i]), std::isnan(got[i]))
+            << op.name << "(" << values[i] << ") is " << got[i] << ", exactly " << exact[i];
         continue;
       }
       if (rounded[i] == got[i]) continue;
@@ -137,12 +145,13 @@ TEST_P(AllInputs, OfEveryUnaryOp) {
 
 MT_ON_DEVICES_AND_TYPES(AllInputs, f16, bf16);
 
-// ---- long products --------------------------------------------------------------------------------------------------------
+// ---- long products
+// --------------------------------------------------------------------------------------------------------
 
 class LongProducts : public OnDeviceAndType {};
 
-/// |y - exact| <= u |exact| + c g(K) u32 (|A| |B|) in every element, and perfect rounding on the whole: a sum that is kept in
-/// 16 bits anywhere grows as sqrt(K).
+/// |y - exact| <= u |exact| + c g(K) u32 (|A| |B|) in every element, and perfect rounding on the whole: a sum that is
+/// kept in 16 bits anywhere grows as sqrt(K).
 TEST_P(LongProducts, AccumulateInF32) {
   if (device().is_cuda()) MT_NEEDS_GPU();
   if (small_only()) GTEST_SKIP() << "MANTISSA_SMALL";
@@ -151,12 +160,18 @@ TEST_P(LongProducts, AccumulateInF32) {
     const std::int64_t m = 104, n = 100;
     const Tensor a = normal({m, k}, 0, 1, {f64, cpu}).to(dtype()), b = normal({k, n}, 0, 1, {f64, cpu}).to(dtype());
     const Tensor y = matmul(a.to(device()), b.to(device())).to(cpu);
-    const std::vector<double> exact = matmul(a.to(f64), b.to(f64)).to_vector<double>(), size = matmul(abs(a.to(f64)), abs(b.to(f64))).to_vector<double>(),
+    const std::vector<double> exact = matmul(a.to(f64), b.to(f64)).to_vector<double>(),
+                              size = matmul(abs(a.to(f64)), abs(b.to(f64))).to_vector<double>(),
                               got = y.to_vector<double>();
     SCOPED_TRACE(detail::message("inner dimension ", k));
-    const double u = dtype() == f16 ? 0x1p-11 : dtype() == bf16 ? 0x1p-8 : 0x1p-24, length = std::min(static_cast<double>(k), 4 * std::sqrt(static_cast<double>(k)));
+    const double u = dtype() == f16    ? 0x1p-11
+                     : dtype() == bf16 ? 0x1p-8
+                                       : 0x1p-24,
+                 length = std::min(static_cast<double>(k), 4 * std::sqrt(static_cast<double>(k)));
     for (std::size_t i = 0; i < exact.size(); ++i)
-      ASSERT_LE(std::abs(got[i] - exact[i]), u * std::abs(exact[i]) + 2 * length * 0x1p-24 * size[i] + (dtype() == f16 ? 0x1p-25 : 0x1p-134)) << i;
+      ASSERT_LE(std::abs(got[i] - exact[i]),
+                u * std::abs(exact[i]) + 2 * length * 0x1p-24 * size[i] + (dtype() == f16 ? 0x1p-25 : 0x1p-134))
+          << i;
     if (dtype() != f32) {
       EXPECT_LE(rounding_ratio(y, exact), 1.10);
     } else {

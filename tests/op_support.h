@@ -10,16 +10,19 @@
 
 namespace mantissa::testing {
 
-inline constexpr Layout kSmallLayouts[] = {Layout::contiguous, Layout::strided, Layout::broadcast, Layout::empty, Layout::one, Layout::odd};
-inline constexpr Layout kLayouts[] = {Layout::large, Layout::aligned, Layout::contiguous, Layout::strided, Layout::broadcast, Layout::empty, Layout::one, Layout::odd};
+inline constexpr Layout kSmallLayouts[] = {Layout::contiguous, Layout::strided, Layout::broadcast,
+                                           Layout::empty,      Layout::one,     Layout::odd};
+inline constexpr Layout kLayouts[] = {Layout::large,     Layout::aligned, Layout::contiguous, Layout::strided,
+                                      Layout::broadcast, Layout::empty,   Layout::one,        Layout::odd};
 
 enum class Data {
   uniform,   // in the interval of the input
-  off_grid,  // the same, but 1/256 or more from multiples of 1/64 and from other inputs: no kink within a difference quotient
+  off_grid,  // the same, but 1/256 or more from multiples of 1/64 and from other inputs: no kink within a difference
+             // quotient
   grid,      // in the interval, multiples of 1/64: sums of a thousand products are exact in f32
   normal,
-  heavy,     // +-2^u, u uniform in [-24, 3]
-  integers   // in [-2, 2]
+  heavy,    // +-2^u, u uniform in [-24, 3]
+  integers  // in [-2, 2]
 };
 inline const char* name(Data d) {
   constexpr const char* names[] = {"uniform", "off grid", "grid", "normal", "heavy-tailed", "integers"};
@@ -35,7 +38,8 @@ inline std::vector<Tensor> make_inputs(const Inputs& inputs, Data data = Data::u
       made.push_back(uniform(in.shape, 0, static_cast<double>(in.classes) - 1e-3, options).to(i64));
       continue;
     }
-    made.push_back(!in.bounded && data == Data::normal ? normal(in.shape, 0, 1, options) : uniform(in.shape, in.low, in.high, options));
+    made.push_back(!in.bounded && data == Data::normal ? normal(in.shape, 0, 1, options)
+                                                       : uniform(in.shape, in.low, in.high, options));
     if (data == Data::uniform || data == Data::normal || (data == Data::heavy && in.bounded)) continue;
     std::vector<double> values = made.back().to_vector<double>();
     const std::vector<double> exponents = uniform(in.shape, -24, 3, options).to_vector<double>();
@@ -83,8 +87,8 @@ inline std::vector<double> exact_result(const Row& row, Layout layout, Args inpu
   return row.oracle(operands(layout, inputs)).v;
 }
 
-/// f64 values rounded to `dtype` (parameters to its compute type), where they go to `device`, and the same in f64 again: a
-/// reference starts from what the kernel sees.
+/// f64 values rounded to `dtype` (parameters to its compute type), where they go to `device`, and the same in f64
+/// again: a reference starts from what the kernel sees.
 struct RoundedInputs {
   std::vector<Tensor> x, exact;
   RoundedInputs(const Inputs& inputs, const std::vector<Tensor>& values, DType dtype, Device device) {
@@ -104,7 +108,8 @@ struct Outcome {
 };
 
 /// With an undefined `g`, one is drawn that `g_dtype` holds.
-inline Outcome run(const Row& row, Layout layout, const Inputs& inputs, const std::vector<Tensor>& values, const Tensor& g, DType g_dtype = f64) {
+inline Outcome run(const Row& row, Layout layout, const Inputs& inputs, const std::vector<Tensor>& values,
+                   const Tensor& g, DType g_dtype = f64) {
   std::vector<Tensor> x;
   for (std::size_t i = 0; i < values.size(); ++i) {
     x.push_back(values[i].detach());
@@ -124,7 +129,8 @@ inline Shape result_shape(const Row& row, Layout layout, Args inputs) {
   return call(row, layout, inputs).shape();
 }
 
-/// ||y - exact|| / ||exact||, where exact counts as at least `floor` an element: a single result may happen to be near zero.
+/// ||y - exact|| / ||exact||, where exact counts as at least `floor` an element: a single result may happen to be near
+/// zero.
 inline double relative_error(const Tensor& y, const std::vector<double>& exact, double floor) {
   const std::vector<double> got = y.to_vector<double>();
   EXPECT_EQ(got.size(), exact.size());
@@ -165,8 +171,9 @@ class OnDeviceAndType : public ::testing::TestWithParam<std::tuple<bool, DType>>
 inline std::string device_and_type(const ::testing::TestParamInfo<std::tuple<bool, DType>>& info) {
   return std::string(std::get<0>(info.param) ? "cuda_" : "cpu_") + to_string(std::get<1>(info.param));
 }
-#define MT_ON_DEVICES_AND_TYPES(Suite, ...) \
-  INSTANTIATE_TEST_SUITE_P(Types, Suite, ::testing::Combine(::testing::Bool(), ::testing::Values(__VA_ARGS__)), ::mantissa::testing::device_and_type)
+#define MT_ON_DEVICES_AND_TYPES(Suite, ...)                                                                     \
+  INSTANTIATE_TEST_SUITE_P(Types, Suite, ::testing::Combine(::testing::Bool(), ::testing::Values(__VA_ARGS__)), \
+                           ::mantissa::testing::device_and_type)
 
 /// Under a sanitizer: small shapes only.
 inline bool small_only() { return std::getenv("MANTISSA_SMALL") != nullptr; }

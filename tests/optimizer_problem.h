@@ -12,8 +12,7 @@ using Values = std::vector<double>;
 /// Parameters of awkward sizes, one of them stored channels-last, with fresh gradients for each step.
 struct Problem {
   explicit Problem(TensorOptions options, std::uint64_t s = seed()) : random(s), on(options) {
-    for (const Shape& shape :
-         {Shape{1}, Shape{5}, Shape{3, 7}, Shape{1027}, Shape{2, 3, 5, 4}, Shape{16384 + 7}}) {
+    for (const Shape& shape : {Shape{1}, Shape{5}, Shape{3, 7}, Shape{1027}, Shape{2, 3, 5, 4}, Shape{16384 + 7}}) {
       Tensor x = empty(shape, on);
       if (shape.rank() == 4) x = x.view(shape, channels_last_strides(shape), 0);
       x.copy_(from_vector(draw(x.numel()), shape, {on.dtype, cpu}));

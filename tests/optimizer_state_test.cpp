@@ -36,8 +36,8 @@ double rounded(double x, int bits, int low, double limit) {
   if (!working.defined()) return ::testing::AssertionFailure() << "no working copy";
   const Values masters = master.to_vector<double>(), copies = working.to_vector<double>();
   for (std::size_t i = 0; i < masters.size(); ++i) {
-    const double expected = working.dtype() == DType::f16 ? rounded(masters[i], 10, -14, 65536)
-                                                          : rounded(masters[i], 7, -126, 0x1p128);
+    const double expected =
+        working.dtype() == DType::f16 ? rounded(masters[i], 10, -14, 65536) : rounded(masters[i], 7, -126, 0x1p128);
     if (copies[i] != expected || std::signbit(copies[i]) != std::signbit(expected))
       return ::testing::AssertionFailure() << working << " element " << i << ": " << masters[i] << " became "
                                            << copies[i] << ", expected " << expected;
@@ -81,9 +81,8 @@ TEST_P(OptimizerState, WorkingCopiesAreTheRoundedMastersWithoutACast) {
 
 TEST_P(OptimizerState, RoundedCopiesReachTheEndsOfTheRange) {
   // Overflow to inf, the largest finite number, subnormals, halves to even, and both zeros.
-  const Values masters{
-      65519,   65520,   -65520,    65504,   1e30,  2048 + 1, 2048 + 3, 1 + 0x1p-11, 1 + 3 * 0x1p-11,
-      0x1p-24, 0x1p-25, 0x1.8p-25, 0x1p-26, 1e-30, 0.0,      -0.0,     3e38,        -1e-7};
+  const Values masters{65519,   65520,   -65520,    65504,   1e30,  2048 + 1, 2048 + 3, 1 + 0x1p-11, 1 + 3 * 0x1p-11,
+                       0x1p-24, 0x1p-25, 0x1.8p-25, 0x1p-26, 1e-30, 0.0,      -0.0,     3e38,        -1e-7};
   for (const DType dtype : {DType::f16, DType::bf16}) {
     Tensor w = leaf(masters, on());
     {
@@ -122,8 +121,7 @@ TEST_P(OptimizerState,
   for (int step = 0; step < 3; ++step) {
     scaler.backward(sum(linear(full({1, 1}, step == 1 ? 0.0 : 1e-5, on()), w)));
     ASSERT_TRUE(scaler.step(adam).applied());
-    for (const float value : w.to_vector())
-      ASSERT_TRUE(std::isfinite(value) && value <= 1 && value >= 0.996f) << value;
+    for (const float value : w.to_vector()) ASSERT_TRUE(std::isfinite(value) && value <= 1 && value >= 0.996f) << value;
   }
   EXPECT_LT(w.to_vector()[0], 0.9995f) << "a gradient of 1e-5 moves the weight by about the rate";
 }
@@ -131,8 +129,7 @@ TEST_P(OptimizerState,
 // ---- saved state
 // --------------------------------------------------------------------------------------------------------
 
-template <class Make>
-void expect_round_trip(TensorOptions on, Make make) {
+template <class Make> void expect_round_trip(TensorOptions on, Make make) {
   Problem problem(on);
   auto optimizer = make(problem.parameters);
   const auto advance = [](Problem& p, Optimizer& o, int steps) {
@@ -167,9 +164,8 @@ void expect_round_trip(TensorOptions on, Make make) {
 TEST_P(OptimizerState, ARestoredStateContinuesBitForBit) {
   using P = const std::vector<Tensor>&;
   expect_round_trip(on(), [](P p) { return std::make_unique<SGD>(p, SGDOptions{.lr = 0.01}); });
-  expect_round_trip(on(), [](P p) {
-    return std::make_unique<SGD>(p, SGDOptions{.lr = 0.01, .momentum = 0.9, .dampening = 0.5});
-  });
+  expect_round_trip(
+      on(), [](P p) { return std::make_unique<SGD>(p, SGDOptions{.lr = 0.01, .momentum = 0.9, .dampening = 0.5}); });
   expect_round_trip(on(), [](P p) { return std::make_unique<AdamW>(p); });
   expect_round_trip(on(), [](P p) {
     auto adam = std::make_unique<Adam>(p);
@@ -187,13 +183,11 @@ TEST_P(OptimizerState, StateNamesMomentsInParameterOrder) {
   };
   const std::string where = detail::message("@", device());
   EXPECT_EQ(names(SGD({a, b})), (std::vector<std::string>{"applied i64[]@cpu"}));
-  EXPECT_EQ(
-      names(SGD({a, b}, {.momentum = 0.5})),
-      (std::vector<std::string>{"applied i64[]@cpu", "state1.0 f32[1]" + where, "state1.1 f32[2]" + where}));
-  EXPECT_EQ(
-      names(Adam({a, b})),
-      (std::vector<std::string>{"applied i64[]@cpu", "state1.0 f32[1]" + where, "state2.0 f32[1]" + where,
-                                "state1.1 f32[2]" + where, "state2.1 f32[2]" + where}));
+  EXPECT_EQ(names(SGD({a, b}, {.momentum = 0.5})),
+            (std::vector<std::string>{"applied i64[]@cpu", "state1.0 f32[1]" + where, "state1.1 f32[2]" + where}));
+  EXPECT_EQ(names(Adam({a, b})),
+            (std::vector<std::string>{"applied i64[]@cpu", "state1.0 f32[1]" + where, "state2.0 f32[1]" + where,
+                                      "state1.1 f32[2]" + where, "state2.1 f32[2]" + where}));
 }
 
 TEST_P(OptimizerState, AStateThatDoesNotFitIsRefusedAndChangesNothing) {
@@ -224,8 +218,8 @@ TEST_P(OptimizerState, AStateThatDoesNotFitIsRefusedAndChangesNothing) {
     return bad;
   };
   const std::string where = detail::message("@", device());
-  refuses({}, {"load_state_dict: the state does not fit this optimizer", "missing applied",
-               "missing state1.0", "missing state2.1"});
+  refuses({}, {"load_state_dict: the state does not fit this optimizer", "missing applied", "missing state1.0",
+               "missing state2.1"});
   refuses(without("applied"), {"missing applied"});
   refuses(without("state2.0"), {"missing state2.0"});
   refuses(with("state1.9", zeros({2})), {"unexpected state1.9"});
@@ -236,8 +230,7 @@ TEST_P(OptimizerState, AStateThatDoesNotFitIsRefusedAndChangesNothing) {
   refuses(with("state1.1", {}), {"state1.1 is undefined"});
   refuses(with("applied", {}), {"applied is undefined"});
   refuses(with("applied", zeros({2}, {DType::i64, cpu})), {"applied is i64[2]@cpu"});
-  refuses(with("applied", from_vector(std::vector<std::int64_t>{-1}, {}, {DType::i64, cpu})),
-          {"applied is -1"});
+  refuses(with("applied", from_vector(std::vector<std::int64_t>{-1}, {}, {DType::i64, cpu})), {"applied is -1"});
   StateDict many = with("state1.0", zeros({3}));
   many.emplace_back("extra", zeros({1}));
   std::erase_if(many, [](const auto& entry) { return entry.first == "state2.1"; });

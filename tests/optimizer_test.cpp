@@ -48,14 +48,13 @@ struct Reference {
   int steps = 0;
 };
 
-void expect_close(const std::vector<Tensor>& parameters, const std::vector<Reference>& references,
-                  double tolerance, const std::string& what) {
+void expect_close(const std::vector<Tensor>& parameters, const std::vector<Reference>& references, double tolerance,
+                  const std::string& what) {
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const Values got = parameters[i].to_vector<double>();
     for (std::size_t j = 0; j < got.size(); ++j)
       ASSERT_LE(std::abs(got[j] - references[i].w[j]), tolerance * (1 + std::abs(references[i].w[j])))
-          << what << ", parameter " << i << ", element " << j << ": " << got[j] << ", expected "
-          << references[i].w[j];
+          << what << ", parameter " << i << ", element " << j << ": " << got[j] << ", expected " << references[i].w[j];
   }
 }
 
@@ -74,8 +73,7 @@ std::vector<ParamGroup> two_groups(const std::vector<Tensor>& p) {
 }
 std::vector<Tensor> in_order(const std::vector<ParamGroup>& groups) {
   std::vector<Tensor> all;
-  for (const ParamGroup& group : groups)
-    all.insert(all.end(), group.parameters.begin(), group.parameters.end());
+  for (const ParamGroup& group : groups) all.insert(all.end(), group.parameters.begin(), group.parameters.end());
   return all;
 }
 std::vector<Reference> references_of(const std::vector<ParamGroup>& groups) {
@@ -98,8 +96,7 @@ TEST_P(Optimizers, SgdFollowsItsRule) {
       auto references = references_of(groups);
       SGD sgd(groups, o);
       for (int step = 0; step < 12; ++step) {
-        for (std::size_t i = 0; i < references.size(); ++i)
-          references[i].sgd(problem.give_gradient(i), o, o.lr);
+        for (std::size_t i = 0; i < references.size(); ++i) references[i].sgd(problem.give_gradient(i), o, o.lr);
         ASSERT_TRUE(sgd.step().applied());
       }
       expect_close(problem.parameters, references, tolerance(dtype),
@@ -111,9 +108,9 @@ TEST_P(Optimizers, SgdFollowsItsRule) {
 TEST_P(Optimizers, AdamAndAdamWFollowTheirRules) {
   for (const DType dtype : dtypes()) {
     for (const bool decoupled : {false, true}) {
-      for (const AdamOptions& o : {AdamOptions{.lr = 0.015625},
-                                   AdamOptions{.lr = 0.015625, .beta1 = 0.5, .beta2 = 0.75, .eps = 0.0625},
-                                   AdamOptions{.lr = 0.015625, .beta1 = 0}}) {
+      for (const AdamOptions& o :
+           {AdamOptions{.lr = 0.015625}, AdamOptions{.lr = 0.015625, .beta1 = 0.5, .beta2 = 0.75, .eps = 0.0625},
+            AdamOptions{.lr = 0.015625, .beta1 = 0}}) {
         Problem problem(on(dtype));
         const auto groups = two_groups(problem.parameters);
         problem.parameters = in_order(groups);
@@ -164,9 +161,8 @@ TEST_P(Optimizers, ParametersWithoutGradientAreLeftAlone) {
   for (const bool adam : {false, true}) {
     Tensor used = leaf({1, 2, 3}, on()), unused = leaf({4, 5}, on()), frozen = leaf({6}, on());
     const std::vector<ParamGroup> groups{{{unused, used, frozen}, 1, 0.25}};
-    const auto optimizer =
-        adam ? std::unique_ptr<Optimizer>(new AdamW(groups, AdamOptions{.lr = 0.125}))
-             : std::unique_ptr<Optimizer>(new SGD(groups, SGDOptions{.lr = 0.125, .momentum = 0.5}));
+    const auto optimizer = adam ? std::unique_ptr<Optimizer>(new AdamW(groups, AdamOptions{.lr = 0.125}))
+                                : std::unique_ptr<Optimizer>(new SGD(groups, SGDOptions{.lr = 0.125, .momentum = 0.5}));
     const auto moments = [&] {
       std::vector<Bytes> all;
       for (const auto& [name, value] : optimizer->state_dict())
@@ -239,12 +235,9 @@ TEST_P(Optimizers, SchedulesFollowTheirFormulas) {
        [=](double t) { return t < 10 ? lr * (1 + std::cos(kPi * t / 10)) / 2 : 0; }},
       {"cosine, warm-up, end", optim::cosine_decay(lr, 11, 3, 0.03),
        [=](double t) {
-         return t < 3    ? lr * (t + 1) / 3
-                : t < 11 ? 0.03 + (lr - 0.03) * (1 + std::cos(kPi * (t - 3) / 8)) / 2
-                         : 0.03;
+         return t < 3 ? lr * (t + 1) / 3 : t < 11 ? 0.03 + (lr - 0.03) * (1 + std::cos(kPi * (t - 3) / 8)) / 2 : 0.03;
        }},
-      {"step", optim::step_decay(lr, 3, 0.5),
-       [=](double t) { return lr * std::pow(0.5, std::floor(t / 3)); }},
+      {"step", optim::step_decay(lr, 3, 0.5), [=](double t) { return lr * std::pow(0.5, std::floor(t / 3)); }},
       {"step, warm-up", optim::step_decay(lr, 2, 0.1, 5),
        [=](double t) { return t < 5 ? lr * (t + 1) / 5 : lr * std::pow(0.1, std::floor((t - 5) / 2)); }},
   };
@@ -287,13 +280,10 @@ TEST(OptimizersOnTheGpu, AgreeWithTheCpu) {
     for (const Device device : devices()) {
       Problem problem({DType::f32, device}, seed());
       std::unique_ptr<Optimizer> optimizer;
-      if (kind == 0)
-        optimizer = std::make_unique<SGD>(problem.parameters, SGDOptions{.lr = 0.1, .weight_decay = 0.01});
+      if (kind == 0) optimizer = std::make_unique<SGD>(problem.parameters, SGDOptions{.lr = 0.1, .weight_decay = 0.01});
       if (kind == 1)
-        optimizer = std::make_unique<SGD>(problem.parameters,
-                                          SGDOptions{.lr = 0.1, .momentum = 0.9, .nesterov = true});
-      if (kind == 2)
-        optimizer = std::make_unique<Adam>(problem.parameters, AdamOptions{.weight_decay = 0.01});
+        optimizer = std::make_unique<SGD>(problem.parameters, SGDOptions{.lr = 0.1, .momentum = 0.9, .nesterov = true});
+      if (kind == 2) optimizer = std::make_unique<Adam>(problem.parameters, AdamOptions{.weight_decay = 0.01});
       if (kind == 3) optimizer = std::make_unique<AdamW>(problem.parameters);
       for (int step = 0; step < 10; ++step) {
         for (std::size_t i = 0; i < problem.parameters.size(); ++i) problem.give_gradient(i);
@@ -306,8 +296,7 @@ TEST(OptimizersOnTheGpu, AgreeWithTheCpu) {
     double worst = 0;
     for (std::size_t i = 0; i < results[0].size(); ++i) {
       const Values a = results[0][i].to_vector<double>(), b = results[1][i].to_vector<double>();
-      for (std::size_t j = 0; j < a.size(); ++j)
-        worst = std::max(worst, std::abs(a[j] - b[j]) / (1 + std::abs(a[j])));
+      for (std::size_t j = 0; j < a.size(); ++j) worst = std::max(worst, std::abs(a[j] - b[j]) / (1 + std::abs(a[j])));
     }
     std::printf("optimizer %d: CPU and GPU differ by at most %.2e\n", kind, worst);
     EXPECT_LT(worst, 2e-6);  // the same formulas; contractions to fused multiply-adds may differ

@@ -1,6 +1,6 @@
 #pragma once
-// Results by definition: plain loops in f64 over row-major arrays, without a kernel or a library. What the op table compares
-// with; NaN takes the way that the loops give it.
+// Results by definition: plain loops in f64 over row-major arrays, without a kernel or a library. What the op table
+// compares with; NaN takes the way that the loops give it.
 
 #include <cmath>
 #include <functional>
@@ -20,19 +20,12 @@ struct Array {
   explicit Array(const Shape& s) : shape(s), v(static_cast<std::size_t>(numel(s))) {}
   Array(const Tensor& x) : shape(x.shape()), v(x.to_vector<double>()) {}  // NOLINT: implicit, so that rows read well
 
-  template <class... Index>
-  double& operator()(Index... index) {
-    return v[offset(index...)];
-  }
-  template <class... Index>
-  double operator()(Index... index) const {
-    return v[offset(index...)];
-  }
+  template <class... Index> double& operator()(Index... index) { return v[offset(index...)]; }
+  template <class... Index> double operator()(Index... index) const { return v[offset(index...)]; }
   std::int64_t size(int axis) const { return shape[axis < 0 ? axis + shape.rank() : axis]; }
 
  private:
-  template <class... Index>
-  std::size_t offset(Index... index) const {
+  template <class... Index> std::size_t offset(Index... index) const {
     std::int64_t at = 0;
     int axis = 0;
     ((at = at * shape[axis++] + static_cast<std::int64_t>(index)), ...);
@@ -41,8 +34,7 @@ struct Array {
 };
 
 /// Calls f(flat index, index of every axis).
-template <class F>
-void for_each_index(const Shape& shape, F&& f) {
+template <class F> void for_each_index(const Shape& shape, F&& f) {
   Shape index = shape;
   const std::int64_t n = numel(shape);
   for (std::int64_t flat = 0; flat < n; ++flat) {
@@ -63,7 +55,8 @@ inline std::size_t broadcast_at(const Shape& index, const Shape& own) {
   return static_cast<std::size_t>(at);
 }
 
-// ---- elementwise --------------------------------------------------------------------------------------------------------
+// ---- elementwise
+// --------------------------------------------------------------------------------------------------------
 
 /// The elementwise ops by name, from the C library's functions; options as the structs have them by default.
 inline const std::map<std::string, std::function<double(double)>>& unary_formulas() {
@@ -86,7 +79,8 @@ inline const std::map<std::string, std::function<double(double)>>& unary_formula
       {"relu", [](double x) { return std::isnan(x) ? x : std::fmax(x, 0); }},
       {"leaky_relu", [](double x) { return x < 0 ? 0.01 * x : x; }},
       {"gelu", [](double x) { return 0.5 * x * std::erfc(-x / std::sqrt(2.0)); }},
-      {"gelu_tanh", [](double x) { return x / (1 + std::exp(-2 * std::sqrt(2 / std::acos(-1.0)) * (x + 0.044715 * x * x * x))); }},
+      {"gelu_tanh",
+       [](double x) { return x / (1 + std::exp(-2 * std::sqrt(2 / std::acos(-1.0)) * (x + 0.044715 * x * x * x))); }},
       {"silu", [](double x) { return x / (1 + std::exp(-x)); }},
       {"softplus", [](double x) { return x > 30 ? x : std::log1p(std::exp(x)); }},
       {"clamp", [](double x) { return std::isnan(x) ? x : std::fmin(std::fmax(x, 0), 1); }},
@@ -111,15 +105,13 @@ inline const std::map<std::string, std::function<double(double, double)>>& binar
   return formulas;
 }
 
-template <class F>
-Array map(const Array& x, F&& f) {
+template <class F> Array map(const Array& x, F&& f) {
   Array y(x.shape);
   for (std::size_t i = 0; i < y.v.size(); ++i) y.v[i] = f(x.v[i]);
   return y;
 }
 
-template <class F>
-Array zip(const Array& a, const Array& b, F&& f) {
+template <class F> Array zip(const Array& a, const Array& b, F&& f) {
   Array y(broadcast_shapes("oracle", a.shape, b.shape));
   for_each_index(y.shape, [&](std::size_t flat, const Shape& at) {
     y.v[flat] = f(a.v[broadcast_at(at, a.shape)], b.v[broadcast_at(at, b.shape)]);
@@ -127,7 +119,8 @@ Array zip(const Array& a, const Array& b, F&& f) {
   return y;
 }
 
-// ---- products -----------------------------------------------------------------------------------------------------------
+// ---- products
+// -----------------------------------------------------------------------------------------------------------
 
 inline Array matmul(const Array& a, const Array& b) {  // both of at least two axes
   Shape batch_a, batch_b;
@@ -166,7 +159,8 @@ inline Array linear(const Array& x, const Array& w, const std::vector<double>& b
 }
 
 inline Array attention(const Array& q, const Array& k, const Array& v, bool causal, double scale) {
-  const std::int64_t batch = q.size(0), heads = q.size(1), t = q.size(2), d = q.size(3), s = k.size(2), group = heads / k.size(1);
+  const std::int64_t batch = q.size(0), heads = q.size(1), t = q.size(2), d = q.size(3), s = k.size(2),
+                     group = heads / k.size(1);
   Array y(q.shape);
   for (std::int64_t b = 0; b < batch; ++b)
     for (std::int64_t h = 0; h < heads; ++h)
@@ -175,28 +169,31 @@ inline Array attention(const Array& q, const Array& k, const Array& v, bool caus
         std::vector<double> p(static_cast<std::size_t>(seen));
         double top = -std::numeric_limits<double>::infinity(), total = 0;
         for (std::int64_t j = 0; j < seen; ++j) {
-          for (std::int64_t c = 0; c < d; ++c) p[static_cast<std::size_t>(j)] += scale * q(b, h, i, c) * k(b, h / group, j, c);
+          for (std::int64_t c = 0; c < d; ++c)
+            p[static_cast<std::size_t>(j)] += scale * q(b, h, i, c) * k(b, h / group, j, c);
           top = std::fmax(top, p[static_cast<std::size_t>(j)]);
         }
         for (double& w : p) total += w = std::exp(w - top);
         for (std::int64_t j = 0; j < seen; ++j)
-          for (std::int64_t c = 0; c < d; ++c) y(b, h, i, c) += p[static_cast<std::size_t>(j)] / total * v(b, h / group, j, c);
+          for (std::int64_t c = 0; c < d; ++c)
+            y(b, h, i, c) += p[static_cast<std::size_t>(j)] / total * v(b, h / group, j, c);
       }
   return y;
 }
 
-// ---- rows ---------------------------------------------------------------------------------------------------------------
+// ---- rows
+// ---------------------------------------------------------------------------------------------------------------
 
 /// Calls f(row) for each run of values along an axis; row is a vector of pointers to them.
-template <class F>
-void for_each_row(Array& x, int axis, F&& f) {
+template <class F> void for_each_row(Array& x, int axis, F&& f) {
   if (axis < 0) axis += x.shape.rank();
   std::int64_t inner = 1;
   for (int i = axis + 1; i < x.shape.rank(); ++i) inner *= x.shape[i];
   const std::int64_t n = x.shape[axis], rows = n > 0 ? static_cast<std::int64_t>(x.v.size()) / n : 0;
   for (std::int64_t r = 0; r < rows; ++r) {
     std::vector<double*> row;
-    for (std::int64_t i = 0; i < n; ++i) row.push_back(&x.v[static_cast<std::size_t>(r / inner * n * inner + i * inner + r % inner)]);
+    for (std::int64_t i = 0; i < n; ++i)
+      row.push_back(&x.v[static_cast<std::size_t>(r / inner * n * inner + i * inner + r % inner)]);
     f(row);
   }
 }
@@ -256,7 +253,8 @@ inline Array batch_norm(Array x, const Array& w, const Array& b, double mean, do
   for (std::int64_t c = 0; c < x.size(1); ++c) {
     std::vector<double*> channel;
     for (std::int64_t n = 0; n < x.size(0); ++n)
-      for (std::int64_t i = 0; i < pixels; ++i) channel.push_back(&x.v[static_cast<std::size_t>(n * per_image + c * pixels + i)]);
+      for (std::int64_t i = 0; i < pixels; ++i)
+        channel.push_back(&x.v[static_cast<std::size_t>(n * per_image + c * pixels + i)]);
     if (training) {
       mean = var = 0;
       for (const double* p : channel) mean += *p / static_cast<double>(channel.size());
@@ -267,7 +265,8 @@ inline Array batch_norm(Array x, const Array& w, const Array& b, double mean, do
   return x;
 }
 
-// ---- images -------------------------------------------------------------------------------------------------------------
+// ---- images
+// -------------------------------------------------------------------------------------------------------------
 
 inline Array conv2d(const Array& x, const Array& w, const std::vector<double>& b, const Conv2dOptions& o) {
   const auto out_size = [&](int i) {
@@ -296,8 +295,10 @@ inline Array pool2d(const Array& x, bool max, const Pool2dOptions& o) {
   for_each_index(y.shape, [&](std::size_t flat, const Shape& at) {
     double sum = 0, top = -std::numeric_limits<double>::infinity();
     std::int64_t inside = 0;
-    for (std::int64_t row = at[2] * o.stride[0] - o.padding[0]; row < at[2] * o.stride[0] - o.padding[0] + o.kernel[0]; ++row)
-      for (std::int64_t column = at[3] * o.stride[1] - o.padding[1]; column < at[3] * o.stride[1] - o.padding[1] + o.kernel[1]; ++column) {
+    for (std::int64_t row = at[2] * o.stride[0] - o.padding[0]; row < at[2] * o.stride[0] - o.padding[0] + o.kernel[0];
+         ++row)
+      for (std::int64_t column = at[3] * o.stride[1] - o.padding[1];
+           column < at[3] * o.stride[1] - o.padding[1] + o.kernel[1]; ++column) {
         if (row < 0 || row >= x.size(2) || column < 0 || column >= x.size(3)) continue;
         const double v = x(at[0], at[1], row, column);
         ++inside;
@@ -309,7 +310,8 @@ inline Array pool2d(const Array& x, bool max, const Pool2dOptions& o) {
   return y;
 }
 
-// ---- reductions and indexing --------------------------------------------------------------------------------------------
+// ---- reductions and indexing
+// --------------------------------------------------------------------------------------------
 
 enum class Reduction { sum, mean, var, max, min };
 
@@ -326,7 +328,8 @@ inline Array reduce(Reduction kind, const Array& x, const std::vector<int>& axes
     }
   }
   std::vector<std::vector<double>> groups(static_cast<std::size_t>(numel(kept)));
-  for_each_index(x.shape, [&](std::size_t flat, const Shape& at) { groups[broadcast_at(at, kept)].push_back(x.v[flat]); });
+  for_each_index(x.shape,
+                 [&](std::size_t flat, const Shape& at) { groups[broadcast_at(at, kept)].push_back(x.v[flat]); });
   Array y(keepdims ? kept : dropped);
   for (std::size_t i = 0; i < groups.size(); ++i) {
     const auto n = static_cast<double>(groups[i].size());
@@ -337,7 +340,11 @@ inline Array reduce(Reduction kind, const Array& x, const std::vector<int>& axes
       least = std::isnan(v) || std::isnan(least) ? v + least : std::fmin(least, v);
     }
     for (const double v : groups[i]) squares += (v - sum / n) * (v - sum / n);
-    y.v[i] = kind == Reduction::sum ? sum : kind == Reduction::mean ? sum / n : kind == Reduction::var ? squares / (n - 1) : kind == Reduction::max ? most : least;
+    y.v[i] = kind == Reduction::sum    ? sum
+             : kind == Reduction::mean ? sum / n
+             : kind == Reduction::var  ? squares / (n - 1)
+             : kind == Reduction::max  ? most
+                                       : least;
   }
   return y;
 }
@@ -347,7 +354,8 @@ inline Array embedding(const Array& ids, const Array& w) {
   shape.push_back(w.size(1));
   Array y(shape);
   for (std::size_t i = 0; i < ids.v.size(); ++i)
-    for (std::int64_t c = 0; c < w.size(1); ++c) y.v[i * static_cast<std::size_t>(w.size(1)) + static_cast<std::size_t>(c)] = w(ids.v[i], c);
+    for (std::int64_t c = 0; c < w.size(1); ++c)
+      y.v[i * static_cast<std::size_t>(w.size(1)) + static_cast<std::size_t>(c)] = w(ids.v[i], c);
   return y;
 }
 

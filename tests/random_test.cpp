@@ -1,5 +1,5 @@
-// The random stream: Philox against an implementation of its own and the authors' vectors, the same bits on every device,
-// distributions, dropout's mask.
+// The random stream: Philox against an implementation of its own and the authors' vectors, the same bits on every
+// device, distributions, dropout's mask.
 #include <array>
 #include <set>
 
@@ -13,9 +13,10 @@ namespace {
 /// Philox 4x32-10 from the paper (Salmon et al. 2011), with all four counter words.
 std::array<std::uint32_t, 4> reference_philox(std::array<std::uint32_t, 4> c, std::array<std::uint32_t, 2> k) {
   for (int round = 0; round < 10; ++round) {
-    const unsigned __int128 a = static_cast<unsigned __int128>(0xD2511F53) * c[0], b = static_cast<unsigned __int128>(0xCD9E8D57) * c[2];
-    c = {static_cast<std::uint32_t>(b >> 32) ^ c[1] ^ k[0], static_cast<std::uint32_t>(b), static_cast<std::uint32_t>(a >> 32) ^ c[3] ^ k[1],
-         static_cast<std::uint32_t>(a)};
+    const unsigned __int128 a = static_cast<unsigned __int128>(0xD2511F53) * c[0],
+                            b = static_cast<unsigned __int128>(0xCD9E8D57) * c[2];
+    c = {static_cast<std::uint32_t>(b >> 32) ^ c[1] ^ k[0], static_cast<std::uint32_t>(b),
+         static_cast<std::uint32_t>(a >> 32) ^ c[3] ^ k[1], static_cast<std::uint32_t>(a)};
     k = {k[0] + 0x9E3779B9u, k[1] + 0xBB67AE85u};
   }
   return c;
@@ -79,8 +80,8 @@ TEST_P(Random, OtherTypesAreTheSameDrawRounded) {
 TEST_P(Random, ASeedRepeatsEveryDraw) {
   const auto draws = [] {
     std::vector<double> all;
-    for (const Tensor& x : {rand({17}, on()), randn({1000}, on()), bernoulli({31}, 0.3, on()), uniform({5}, -3, 4, on()), normal({9}, 2, 3, on()),
-                            dropout(ones({64}, on()), 0.5)})
+    for (const Tensor& x : {rand({17}, on()), randn({1000}, on()), bernoulli({31}, 0.3, on()),
+                            uniform({5}, -3, 4, on()), normal({9}, 2, 3, on()), dropout(ones({64}, on()), 0.5)})
       for (const double v : x.to_vector<double>()) all.push_back(v);
     return all;
   };
@@ -230,7 +231,8 @@ TEST(RandomDevices, TheStreamIsTheSameOnBoth) {
       const std::vector<double> there = draw(TensorOptions{dtype, cuda(0)}).template to_vector<double>();
       EXPECT_EQ(random_state().offset, after.offset);
       ASSERT_EQ(here.size(), there.size());
-      for (std::size_t i = 0; i < here.size(); ++i) ASSERT_NEAR(here[i], there[i], tolerance * std::fabs(here[i])) << dtype << " " << i;
+      for (std::size_t i = 0; i < here.size(); ++i)
+        ASSERT_NEAR(here[i], there[i], tolerance * std::fabs(here[i])) << dtype << " " << i;
     };
     const double unit = dtype == DType::f16 ? 0x1p-10 : dtype == DType::bf16 ? 0x1p-7 : 1e-5;
     both([](TensorOptions o) { return rand({100003}, o); }, 0);

@@ -25,12 +25,8 @@ using LogTest = testing::FileTest;
 TEST_F(LogTest, JsonLogLines) {
   {
     JsonLog log(path("log"));
-    log.write({{"step", 3},
-               {"loss", 2.5},
-               {"lr", 0.1f},
-               {"skipped", false},
-               {"note", "a \"quote\"\n"},
-               {"nothing", {}}});
+    log.write(
+        {{"step", 3}, {"loss", 2.5}, {"lr", 0.1f}, {"skipped", false}, {"note", "a \"quote\"\n"}, {"nothing", {}}});
     log.write({{"nan", std::nan("")}, {"inf", INFINITY}, {"low", -std::numeric_limits<double>::infinity()}});
     log.write({{"big", std::uint64_t{18446744073709551615u}}, {"list", std::vector<double>{1, INFINITY}}});
     log.write({{"bytes", "a\xFF"}});
@@ -58,8 +54,7 @@ TEST_F(LogTest, JsonLogAppendsAndClosesABrokenLine) {
 }
 
 TEST_F(LogTest, JsonLogErrors) {
-  expect_error<IoError>([&] { JsonLog log(path("no/folder")); },
-                        {"JsonLog", path("no/folder"), "No such file"});
+  expect_error<IoError>([&] { JsonLog log(path("no/folder")); }, {"JsonLog", path("no/folder"), "No such file"});
   JsonLog log(path("log"));
   expect_error<ConfigError>([&] { log.write({{"a", 1}, {"a", 2}}); }, {"\"a\"", "twice"});
   if (::access("/dev/full", W_OK) == 0) {
@@ -96,10 +91,10 @@ TEST(Progress, PlainLinesAreRare) {
 TEST(Progress, RemainingTimeLeavesOutTheWarmUp) {
   std::ostringstream out;
   double time = 0;
-  Progress progress(
-      1000, {.unit = "images", .units_per_step = 64, .interval = 1, .warm_up = 1, .out = &out, .clock = [&] {
-               return time;
-             }});
+  Progress progress(1000,
+                    {.unit = "images", .units_per_step = 64, .interval = 1, .warm_up = 1, .out = &out, .clock = [&] {
+                       return time;
+                     }});
   time = 100;
   progress.update(1);
   time = 110;

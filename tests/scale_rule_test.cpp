@@ -61,8 +61,8 @@ ScaleState state_of(const Setting& s) {
   return state;
 }
 bool agrees(const ScaleState& s, const Specification& m) {
-  return s.scale == std::ldexp(1.0f, m.exponent) && s.clean_steps == m.run_of_clean &&
-         s.streak == m.run_of_bad && s.hysteresis_left == m.patience;
+  return s.scale == std::ldexp(1.0f, m.exponent) && s.clean_steps == m.run_of_clean && s.streak == m.run_of_bad &&
+         s.hysteresis_left == m.patience;
 }
 
 TEST(ScaleRuleModel, EverySequenceOfSixteenSteps) {
@@ -82,9 +82,9 @@ TEST(ScaleRuleModel, EverySequenceOfSixteenSteps) {
         const bool bad = (sequence >> i & 1u) != 0;
         const bool floored = update_scale(rule, bad, state), hopeless = model.step(bad);
         ASSERT_TRUE(floored == hopeless && agrees(state, model))
-            << "interval " << setting.interval << " hysteresis " << setting.hysteresis << " refill "
-            << setting.refill << " floor " << setting.floor << " cap " << setting.cap << " sequence "
-            << sequence << " step " << i << ": scale " << state.scale << ", expected 2^" << model.exponent;
+            << "interval " << setting.interval << " hysteresis " << setting.hysteresis << " refill " << setting.refill
+            << " floor " << setting.floor << " cap " << setting.cap << " sequence " << sequence << " step " << i
+            << ": scale " << state.scale << ", expected 2^" << model.exponent;
       }
     }
   }
@@ -122,8 +122,7 @@ MT_ON_DEVICES(ScaleRuleOnDevice);
 
 TEST_P(ScaleRuleOnDevice, TheWholeScalerAgreesWithTheSpecification) {
   std::mt19937_64 random(seed());
-  for (const Setting& setting :
-       {Setting{8, 3, 1, true, 0, 24}, {8, 2, 2, true, 6, 10}, {8, 2, 3, false, 5, 9}}) {
+  for (const Setting& setting : {Setting{8, 3, 1, true, 0, 24}, {8, 2, 2, true, 6, 10}, {8, 2, 3, false, 5, 9}}) {
     Rig rig(device(), DynamicScale{.initial = std::ldexp(1, setting.exponent),
                                    .growth_interval = setting.interval,
                                    .hysteresis = setting.hysteresis,

@@ -22,8 +22,7 @@ struct Rig {
   optim::StepResult step(char kind) {
     const double values[] = {1, kInf, -kInf, kNaN, 0};
     const auto which = std::string(".i-nz").find(kind);
-    const Tensor g =
-        which == std::string::npos ? Tensor{} : full({3}, values[which], {DType::f32, w.device()});
+    const Tensor g = which == std::string::npos ? Tensor{} : full({3}, values[which], {DType::f32, w.device()});
     scaler.backward(loss_with_gradients({w}, {g}));
     return scaler.step(sgd);
   }

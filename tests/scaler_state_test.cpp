@@ -63,8 +63,8 @@ TEST_P(ScalerState, LoadStateRefusesWhatDoesNotFit) {
     change(state);
     return [&scaler, state] { scaler.load_state(state); };
   };
-  for (const float bad : {0.0f, 1.0f, 2048.0f, -4.0f, std::numeric_limits<float>::infinity(),
-                          std::numeric_limits<float>::quiet_NaN()})
+  for (const float bad :
+       {0.0f, 1.0f, 2048.0f, -4.0f, std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()})
     expect_error<ConfigError>(with([&](ScaleState& s) { s.scale = bad; }),
                               {"LossScaler.load_state: scale", "outside [2, 1024]"});
   expect_error<ConfigError>(with([](ScaleState& s) { s.clean_steps = -1; }),
@@ -82,8 +82,7 @@ TEST_P(ScalerState, ConstructorRefusesPoliciesThatCannotWork) {
   expect_error<ConfigError>(make({.initial = -2}), {"initial must be positive", "-2"});
   expect_error<ConfigError>(make({.initial = kInf}), {"initial must be positive and finite", "inf"});
   expect_error<ConfigError>(make({.initial = kNaN}), {"initial must be positive and finite", "nan"});
-  expect_error<ConfigError>(make({.initial = 1000}),
-                            {"initial must be a power of two", "1000", "any_factor"});
+  expect_error<ConfigError>(make({.initial = 1000}), {"initial must be a power of two", "1000", "any_factor"});
   expect_error<ConfigError>(make({.growth = 1.5}), {"growth must be a power of two"});
   expect_error<ConfigError>(make({.growth = 0.5}), {"growth must be at least 1"});
   expect_error<ConfigError>(make({.backoff = 2}), {"backoff at most 1"});
@@ -97,8 +96,8 @@ TEST_P(ScalerState, ConstructorRefusesPoliciesThatCannotWork) {
   expect_error<ConfigError>(make({.cap = 0x1p128}), {"cap <= 2^127"});
   expect_error<ConfigError>([] { const LossScaler scaler(StaticScale{.scale = 0}); },
                             {"LossScaler: initial must be positive"});
-  const LossScaler odd(DynamicScale{
-      .initial = 1000, .growth = 1.5, .backoff = 0.7, .floor = 3, .cap = 1e5, .any_factor = true});
+  const LossScaler odd(
+      DynamicScale{.initial = 1000, .growth = 1.5, .backoff = 0.7, .floor = 3, .cap = 1e5, .any_factor = true});
   EXPECT_EQ(odd.scale(), 1000);
 }
 

@@ -1,6 +1,6 @@
 #pragma once
-// The code of the documentation, compiled. docs_test.cpp checks that every C++ block of README.md and docs/ stands here or
-// in an example, word for word.
+// The code of the documentation, compiled. docs_test.cpp checks that every C++ block of README.md and docs/ stands here
+// or in an example, word for word.
 
 #include "mantissa/mantissa.h"
 
@@ -33,29 +33,30 @@ inline Tensor softmax_last(const Tensor& x) {
 
 // docs/mixed-precision.md
 inline void train(mt::Device device, const mt::Tensor& x, const mt::Tensor& y) {
-mt::nn::MLP model({784, 256, 10}, device);                 // 1. parameters are f32 masters
-mt::optim::AdamW optimizer(model.parameters());
-mt::optim::LossScaler scaler;                              // 3. loss scaling
+  mt::nn::MLP model({784, 256, 10}, device);  // 1. parameters are f32 masters
+  mt::optim::AdamW optimizer(model.parameters());
+  mt::optim::LossScaler scaler;  // 3. loss scaling
 
-mt::Tensor loss;
-{
-  mt::Autocast scope(mt::f16);                             // 2. products in f16
-  loss = mt::cross_entropy(model(x), y);
-}
-scaler.backward(loss);
-optimizer.clip_grad_norm(1.0);
-scaler.step(optimizer);
+  mt::Tensor loss;
+  {
+    mt::Autocast scope(mt::f16);  // 2. products in f16
+    loss = mt::cross_entropy(model(x), y);
+  }
+  scaler.backward(loss);
+  optimizer.clip_grad_norm(1.0);
+  scaler.step(optimizer);
 }
 
 inline void policies() {
-mt::optim::LossScaler fixed{mt::optim::StaticScale{1024}};
-mt::optim::LossScaler careful{mt::optim::DynamicScale{.initial = 4096, .growth_interval = 500, .hysteresis = 2, .floor = 1}};
+  mt::optim::LossScaler fixed{mt::optim::StaticScale{1024}};
+  mt::optim::LossScaler careful{
+      mt::optim::DynamicScale{.initial = 4096, .growth_interval = 500, .hysteresis = 2, .floor = 1}};
 }
 
 inline void results(mt::optim::LossScaler& scaler, mt::optim::Optimizer& optimizer) {
-auto result = scaler.step(optimizer);
-result.verdict();    // applied, skipped_overflow, skipped_nan, at_floor, nothing_to_do
-result.grad_norm();  // of the unscaled gradients, before clipping
+  auto result = scaler.step(optimizer);
+  result.verdict();    // applied, skipped_overflow, skipped_nan, at_floor, nothing_to_do
+  result.grad_norm();  // of the unscaled gradients, before clipping
 }
 
 }  // namespace snippets

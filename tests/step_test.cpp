@@ -25,12 +25,11 @@ MT_ON_DEVICES(Step);
 struct Training {
   explicit Training(Device device, DType dtype = DType::f16) : precision(dtype) {
     manual_seed(7);
-    model = std::make_unique<nn::SmallCNN>(
-        nn::SmallCNN::Options{.width = 2, .hidden = 5, .classes = 3, .dropout = 0}, device);
+    model = std::make_unique<nn::SmallCNN>(nn::SmallCNN::Options{.width = 2, .hidden = 5, .classes = 3, .dropout = 0},
+                                           device);
     images = rand({4, 1, 28, 28}, {DType::f32, device});
     labels = from_vector(std::vector<std::int64_t>{0, 2, 1, 2}, {4}, {DType::i64, device});
-    optimizer =
-        std::make_unique<AdamW>(model->parameters(), optim::AdamOptions{.lr = 1e-3, .weight_decay = 0.01});
+    optimizer = std::make_unique<AdamW>(model->parameters(), optim::AdamOptions{.lr = 1e-3, .weight_decay = 0.01});
     optimizer->set_schedule(optim::linear_decay(1e-3, 100, 10));
   }
   Tensor backward(const Tensor& x) {
@@ -91,8 +90,7 @@ TEST_P(Step, OneBadElementAnywhereLeavesEveryByteAlone) {
           const optim::StepResult result = run.scaler.step(*run.optimizer);
           ASSERT_FALSE(result.applied()) << what;
           if (precision == DType::bf16) {
-            ASSERT_EQ(result.verdict(), std::isnan(bad) ? Verdict::skipped_nan : Verdict::skipped_overflow)
-                << what;
+            ASSERT_EQ(result.verdict(), std::isnan(bad) ? Verdict::skipped_nan : Verdict::skipped_overflow) << what;
           }
           expect_unchanged(before, run.snapshot(), what);
           for (const Tensor& q : run.optimizer->parameters())
@@ -262,10 +260,10 @@ TEST_P(Step, ClippingEqualsTheUnscaledResult) {
     double max_norm, max_value;
   };
   const std::vector<double> start{1, -2, 0.5};
-  for (const Case& c : {Case{{0.1, 0.1, 0.1}, 1, 0},  // with S = 65536 the scaled norm is far above the limit
-                        Case{{3, -4, 12}, 1, 0}, Case{{3, -4, 12}, 13, 0}, Case{{3, -4, 12}, 100, 0},
-                        Case{{3, -0.25, 12}, 0, 0.5}, Case{{3, -4, 12}, 6.5, 1.75},
-                        Case{{1e-20, 0, 0}, 1e-25, 0}, Case{{0, 0, 0}, 1, 1}}) {
+  for (const Case& c :
+       {Case{{0.1, 0.1, 0.1}, 1, 0},  // with S = 65536 the scaled norm is far above the limit
+        Case{{3, -4, 12}, 1, 0}, Case{{3, -4, 12}, 13, 0}, Case{{3, -4, 12}, 100, 0}, Case{{3, -0.25, 12}, 0, 0.5},
+        Case{{3, -4, 12}, 6.5, 1.75}, Case{{1e-20, 0, 0}, 1e-25, 0}, Case{{0, 0, 0}, 1, 1}}) {
     for (const bool before : {false, true}) {
       for (const double scale : {0.0, 1.0, 65536.0, 0x1p24}) {
         Tensor w = leaf(start, on());
@@ -289,8 +287,7 @@ TEST_P(Step, ClippingEqualsTheUnscaledResult) {
           result = sgd.step();
         }
         ASSERT_TRUE(result.applied());
-        const auto expected = clipped_by_hand(start, c.g, c.max_norm, c.max_value),
-                   got = w.to_vector<double>();
+        const auto expected = clipped_by_hand(start, c.g, c.max_norm, c.max_value), got = w.to_vector<double>();
         for (std::size_t i = 0; i < 3; ++i)
           EXPECT_NEAR(got[i], expected[i], 2e-7 * (1 + std::abs(expected[i])))
               << "norm " << c.max_norm << " value " << c.max_value << " scale " << scale;
@@ -357,8 +354,8 @@ TEST_P(Step, GradientsOfAnotherScalerAreRefused) {
   SGD sgd({w}, {.lr = 1});
   LossScaler scaler, other;
   scaler.backward(loss_with_gradients({w}, {ones({1}, on())}));
-  expect_error<AutogradError>([&] { other.step(sgd); }, {"optimizer: the gradients carry a loss scale",
-                                                         "of the scaler that scaled them"});
+  expect_error<AutogradError>([&] { other.step(sgd); },
+                              {"optimizer: the gradients carry a loss scale", "of the scaler that scaled them"});
   expect_error<AutogradError>([&] { other.backward(loss_with_gradients({w}, {ones({1}, on())})); },
                               {"a gradient scaled by one scaler can not be added"});
 }
@@ -369,8 +366,7 @@ TEST_P(Step, ScaledAndUnscaledGradientsDoNotMix) {
   LossScaler scaler;
   scaler.backward(loss_with_gradients({a}, {ones({1}, on())}));
   backward(loss_with_gradients({b}, {ones({1}, on())}));
-  expect_error<AutogradError>([&] { scaler.step(sgd); },
-                              {"scaler.step: some gradients are scaled and some are not"});
+  expect_error<AutogradError>([&] { scaler.step(sgd); }, {"scaler.step: some gradients are scaled and some are not"});
   EXPECT_EQ(a.item(), 1);
   // Nor in one buffer, in either order.
   expect_error<AutogradError>([&] { backward(loss_with_gradients({a}, {ones({1}, on())})); },

@@ -17,8 +17,9 @@ namespace mantissa::testing {
 inline std::uint64_t seed() {
   static const std::uint64_t value = [] {
     const char* text = std::getenv("MANTISSA_TEST_SEED");
-    const std::uint64_t s = text ? std::strtoull(text, nullptr, 10)
-                                 : static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count()) % 1000000;
+    const std::uint64_t s =
+        text ? std::strtoull(text, nullptr, 10)
+             : static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count()) % 1000000;
     std::printf("MANTISSA_TEST_SEED=%llu\n", static_cast<unsigned long long>(s));
     return s;
   }();
@@ -33,8 +34,8 @@ inline std::vector<Device> devices() {
 }
 
 /// Puts this first in a test that needs a GPU.
-#define MT_NEEDS_GPU()                              \
-  if (::mantissa::cuda_device_count() == 0) {       \
+#define MT_NEEDS_GPU()                                                   \
+  if (::mantissa::cuda_device_count() == 0) {                            \
     GTEST_SKIP() << "no GPU: " << ::mantissa::cuda_unavailable_reason(); \
   }
 
@@ -55,8 +56,7 @@ inline double rounding_ratio(const Tensor& y, const std::vector<double>& exact) 
 }
 
 /// The text of the error that `f` throws, or "" when it throws nothing or another type.
-template <class E, class F>
-std::string error_text(F&& f) {
+template <class E, class F> std::string error_text(F&& f) {
   try {
     f();
   } catch (const E& e) {

@@ -21,9 +21,8 @@ struct Task {
 std::vector<double> noise(std::uint64_t stream, std::int64_t n) {
   std::vector<double> values;
   for (std::int64_t i = 0; i < n; ++i)
-    values.push_back(
-        static_cast<double>(uniform_from_bits(philox(stream, static_cast<std::uint64_t>(i)).lane[0])) * 2 -
-        1);
+    values.push_back(static_cast<double>(uniform_from_bits(philox(stream, static_cast<std::uint64_t>(i)).lane[0])) * 2 -
+                     1);
   return values;
 }
 
@@ -50,8 +49,7 @@ struct MlpTask : Task {
 
 /// Images with a bright quadrant, whose number is the label.
 struct CnnTask : Task {
-  explicit CnnTask(Device d)
-      : device(d), model({.width = 4, .hidden = 16, .classes = 4, .dropout = 0.1}, d) {}
+  explicit CnnTask(Device d) : device(d), model({.width = 4, .hidden = 16, .classes = 4, .dropout = 0.1}, d) {}
   std::vector<Tensor> parameters() override { return model.parameters(); }
   Tensor loss(int step) override {
     const std::size_t n = 16;
@@ -64,9 +62,8 @@ struct CnnTask : Task {
           pixels[i * 784 + (y + 14 * static_cast<std::size_t>(labels[i] / 2)) * 28 + x +
                  14 * static_cast<std::size_t>(labels[i] % 2)] += 1;
     }
-    return cross_entropy(
-        model(from_vector(pixels, {static_cast<std::int64_t>(n), 1, 28, 28}, {DType::f32, device})),
-        from_vector(labels, {static_cast<std::int64_t>(n)}, {DType::i64, device}));
+    return cross_entropy(model(from_vector(pixels, {static_cast<std::int64_t>(n), 1, 28, 28}, {DType::f32, device})),
+                         from_vector(labels, {static_cast<std::int64_t>(n)}, {DType::i64, device}));
   }
   Device device;
   nn::SmallCNN model;
@@ -87,8 +84,7 @@ struct GptTask : Task {
         out.push_back(token);
       }
     }
-    return model.loss(from_vector(in, {8, 16}, {DType::i64, device}),
-                      from_vector(out, {8, 16}, {DType::i64, device}));
+    return model.loss(from_vector(in, {8, 16}, {DType::i64, device}), from_vector(out, {8, 16}, {DType::i64, device}));
   }
   Device device;
   nn::GPT model;
@@ -106,8 +102,7 @@ struct History {
   }
 };
 
-template <class T>
-History train(Device device, DType precision, int steps, double lr, std::uint64_t s = 21) {
+template <class T> History train(Device device, DType precision, int steps, double lr, std::uint64_t s = 21) {
   manual_seed(s);
   T task(device);
   optim::AdamW adam(task.parameters(), {.lr = lr});
@@ -151,18 +146,11 @@ void expect_learning(Device device, const char* name, int steps, double lr, doub
   }
 }
 
-TEST_P(Training, AnMlpLearnsInEveryPrecision) {
-  expect_learning<MlpTask>(device(), "MLP", 150, 0.02, 0.2, 0.02);
-}
-TEST_P(Training, ACnnLearnsInEveryPrecision) {
-  expect_learning<CnnTask>(device(), "CNN", 60, 5e-3, 0.3, 0.1);
-}
-TEST_P(Training, AGptLearnsInEveryPrecision) {
-  expect_learning<GptTask>(device(), "GPT", 80, 0.01, 0.3, 0.05);
-}
+TEST_P(Training, AnMlpLearnsInEveryPrecision) { expect_learning<MlpTask>(device(), "MLP", 150, 0.02, 0.2, 0.02); }
+TEST_P(Training, ACnnLearnsInEveryPrecision) { expect_learning<CnnTask>(device(), "CNN", 60, 5e-3, 0.3, 0.1); }
+TEST_P(Training, AGptLearnsInEveryPrecision) { expect_learning<GptTask>(device(), "GPT", 80, 0.01, 0.3, 0.05); }
 
-template <class T>
-void expect_determinism(Device device, int steps) {
+template <class T> void expect_determinism(Device device, int steps) {
   for (const DType precision : {DType::f32, DType::f16, DType::bf16}) {
     const History a = train<T>(device, precision, steps, 0.01), b = train<T>(device, precision, steps, 0.01),
                   other = train<T>(device, precision, steps, 0.01, 22);
@@ -206,8 +194,7 @@ TEST_P(Training, TwoHalfBatchesEqualOneWhole) {
     for (const int pieces : {2, 4}) {
       const auto split = gradients(pieces);
       double worst = 0;
-      for (std::size_t i = 0; i < whole.size(); ++i)
-        worst = std::max(worst, std::abs(split[i] - whole[i]) / largest);
+      for (std::size_t i = 0; i < whole.size(); ++i) worst = std::max(worst, std::abs(split[i] - whole[i]) / largest);
       std::printf("%d micro-batches, %s: gradients differ by %.1e of the largest\n", pieces,
                   to_string(precision).c_str(), worst);
       // f32 sums in another order; in 16 bits the same activations and gradients are rounded, and summed in
@@ -288,15 +275,13 @@ TEST_P(Training, ASteadyMixedStepNeitherWaitsNorAllocatesNorCasts) {
 TEST_P(Training, CpuAndGpuRunsAgree) {
   MT_NEEDS_GPU();
   if (device().is_cpu()) GTEST_SKIP() << "compared from the GPU's side";
-  for (const auto& [precision, margin] :
-       {std::pair{DType::f32, 1e-4}, {DType::f16, 0.02}, {DType::bf16, 0.05}}) {
+  for (const auto& [precision, margin] : {std::pair{DType::f32, 1e-4}, {DType::f16, 0.02}, {DType::bf16, 0.05}}) {
     const History here = train<GptTask>(device(), precision, 20, 0.01),
                   there = train<GptTask>(cpu, precision, 20, 0.01);
     double worst = 0;
     for (std::size_t i = 0; i < here.losses.size(); ++i)
       worst = std::max(worst, std::abs(here.losses[i] - there.losses[i]));
-    std::printf("%s: losses of 20 steps on GPU and CPU differ by at most %.1e\n",
-                to_string(precision).c_str(), worst);
+    std::printf("%s: losses of 20 steps on GPU and CPU differ by at most %.1e\n", to_string(precision).c_str(), worst);
     EXPECT_LT(worst, margin);
   }
 }

@@ -62,11 +62,14 @@ void CapturedStep::record(Recorded& entry, std::span<const Tensor> inputs) {
 }
 
 Tensor CapturedStep::run(std::span<const Tensor> inputs) {
-  MT_CHECK(ShapeError, inputs.size() == arity_ && arity_ > 0, "captured step: the step takes ", arity_, " inputs (at least one), got ", inputs.size());
+  MT_CHECK(ShapeError, inputs.size() == arity_ && arity_ > 0, "captured step: the step takes ", arity_,
+           " inputs (at least one), got ", inputs.size());
   for (const Tensor& x : inputs) {
     MT_CHECK(AutogradError, x.defined(), "captured step: an input is undefined");
-    MT_CHECK(DeviceError, x.device() == inputs[0].device(), "captured step: inputs on ", inputs[0].device(), " and ", x.device());
-    MT_CHECK(AutogradError, !x.requires_grad(), "captured step: the input ", x, " requires a gradient; compute it inside the step");
+    MT_CHECK(DeviceError, x.device() == inputs[0].device(), "captured step: inputs on ", inputs[0].device(), " and ",
+             x.device());
+    MT_CHECK(AutogradError, !x.requires_grad(), "captured step: the input ", x,
+             " requires a gradient; compute it inside the step");
   }
   Backend& device = backend(inputs[0]);
   if (!device.can_record()) return step_(inputs);

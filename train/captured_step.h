@@ -38,17 +38,16 @@ class CapturedStep {
  public:
   /// A function of tensors that returns a tensor (undefined if it has nothing to say); it must not wait for the device.
   template <class F>
-    requires(!std::is_same_v<std::remove_cvref_t<F>, CapturedStep>)
-  explicit CapturedStep(F step) : CapturedStep(std::function(std::move(step)), 0) {}
+  requires(!std::is_same_v<std::remove_cvref_t<F>, CapturedStep>) explicit CapturedStep(F step)
+      : CapturedStep(std::function(std::move(step)), 0) {}
   ~CapturedStep();
   CapturedStep(CapturedStep&&) noexcept;
   CapturedStep& operator=(CapturedStep&&) noexcept;
 
-  /// One step on these inputs, at least one, all on one device. The first call for each set of shapes and dtypes runs as
-  /// it is, the second records, all later ones replay; on the CPU every call runs as it is. The result is a copy.
+  /// One step on these inputs, at least one, all on one device. The first call for each set of shapes and dtypes runs
+  /// as it is, the second records, all later ones replay; on the CPU every call runs as it is. The result is a copy.
   /// ShapeError for another number of inputs; AutogradError where the step waits for the device while it is recorded.
-  template <class... Inputs>
-  Tensor operator()(const Inputs&... inputs) {
+  template <class... Inputs> Tensor operator()(const Inputs&... inputs) {
     return run(std::array<Tensor, sizeof...(Inputs)>{inputs...});
   }
   /// Forgets what was recorded and gives its memory back: after a change that the recording can not see, such as
@@ -77,7 +76,8 @@ class CapturedStep {
   template <class... Parameters>
   CapturedStep(std::function<Tensor(Parameters...)> f, int)
       : arity_(sizeof...(Parameters)), step_([f = std::move(f)](std::span<const Tensor> x) {
-          return [&]<std::size_t... I>(std::index_sequence<I...>) { return f(x[I]...); }(std::index_sequence_for<Parameters...>{});
+          return [&]<std::size_t... I>(std::index_sequence<I...>) { return f(x[I]...); }
+          (std::index_sequence_for<Parameters...>{});
         }) {}
   Tensor run(std::span<const Tensor> inputs);
   Recorded& find(std::span<const Tensor> inputs);

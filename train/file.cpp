@@ -47,8 +47,7 @@ void write_all(const char* op, const std::string& path, int descriptor, const vo
   while (done < n) {
     const ssize_t written = ::write(descriptor, static_cast<const char*>(data) + done, n - done);
     if (written < 0 && errno == EINTR) continue;
-    MT_CHECK(IoError, written > 0, op, ": writing ", path,
-             " failed: ", system_error(written < 0 ? errno : ENOSPC));
+    MT_CHECK(IoError, written > 0, op, ": writing ", path, " failed: ", system_error(written < 0 ? errno : ENOSPC));
     done += static_cast<std::size_t>(written);
   }
 }

@@ -30,8 +30,7 @@ class ByteReader {
     gzip_ = available_ >= 2 && next_[0] == 0x1F && next_[1] == 0x8B;
     if (gzip_) {
       // 16 + MAX_WBITS: a gzip wrapper, whose CRC-32 and length zlib then checks.
-      MT_CHECK(OutOfMemoryError, inflateInit2(&stream_, 16 + MAX_WBITS) == Z_OK, kOp,
-               ": no memory to inflate ", path);
+      MT_CHECK(OutOfMemoryError, inflateInit2(&stream_, 16 + MAX_WBITS) == Z_OK, kOp, ": no memory to inflate ", path);
     }
   }
   ~ByteReader() {
@@ -46,8 +45,8 @@ class ByteReader {
 
   /// Up to n of the next bytes; fewer only at the end.
   std::size_t read(void* target, std::size_t n) {
-    const std::size_t done = gzip_ ? read_gzip(static_cast<std::uint8_t*>(target), n)
-                                   : read_plain(static_cast<std::uint8_t*>(target), n);
+    const std::size_t done =
+        gzip_ ? read_gzip(static_cast<std::uint8_t*>(target), n) : read_plain(static_cast<std::uint8_t*>(target), n);
     offset_ += static_cast<std::int64_t>(done);
     return done;
   }
@@ -59,8 +58,7 @@ class ByteReader {
              ": found trailing bytes, expected ", "the end of the data after ", expected, " bytes");
     if (gzip_ && available_ == 0) refill();
     MT_CHECK(FormatError, !gzip_ || available_ == 0, kOp, ": ", file_.path(), ": offset ", file_offset(),
-             " of the gzip file: found ",
-             "trailing bytes, expected the end of the file after the gzip stream");
+             " of the gzip file: found ", "trailing bytes, expected the end of the file after the gzip stream");
   }
 
  private:
@@ -104,8 +102,8 @@ class ByteReader {
       done += part - stream_.avail_out;
       ended_ = status == Z_STREAM_END;
       MT_CHECK(OutOfMemoryError, status != Z_MEM_ERROR, kOp, ": no memory to inflate ", file_.path());
-      MT_CHECK(FormatError, status == Z_OK || status == Z_STREAM_END || status == Z_BUF_ERROR, kOp, ": ",
-               file_.path(), ": offset ", file_offset(), " of the gzip file: found a broken gzip stream (",
+      MT_CHECK(FormatError, status == Z_OK || status == Z_STREAM_END || status == Z_BUF_ERROR, kOp, ": ", file_.path(),
+               ": offset ", file_offset(), " of the gzip file: found a broken gzip stream (",
                stream_.msg ? stream_.msg : "no reason given", "), expected valid data and a matching CRC-32");
     }
     return done;
@@ -145,11 +143,9 @@ Shape read_header(const std::string& path, ByteReader& in) {
     MT_CHECK(FormatError, in.read(bytes, 4) == 4, kOp, ": ", path, ": offset ", at,
              ": found the end of the data, expected the size of ", "dimension ", axis, " of ", int{magic[3]});
     const std::int64_t size = big_endian(bytes);
-    MT_CHECK(FormatError, size > 0, kOp, ": ", path, ": offset ", at,
-             ": found a dimension of 0, expected at least 1");
-    MT_CHECK(FormatError, !__builtin_mul_overflow(elements, size, &elements) && elements <= kMostElements,
-             kOp, ": ", path, ": offset ", at,
-             ": found dimensions whose product overflows, expected at most 2^62 elements");
+    MT_CHECK(FormatError, size > 0, kOp, ": ", path, ": offset ", at, ": found a dimension of 0, expected at least 1");
+    MT_CHECK(FormatError, !__builtin_mul_overflow(elements, size, &elements) && elements <= kMostElements, kOp, ": ",
+             path, ": offset ", at, ": found dimensions whose product overflows, expected at most 2^62 elements");
     shape.push_back(size);
   }
   return shape;
@@ -167,8 +163,8 @@ void check_size(const std::string& path, const ByteReader& in, std::int64_t elem
   }
   MT_CHECK(FormatError, elements <= rest, kOp, ": ", path, ": offset ", header, ": found ", rest,
            " bytes of data, expected ", elements, " as the header claims: truncated");
-  MT_CHECK(FormatError, elements == rest, kOp, ": ", path, ": offset ", header + elements, ": found ",
-           rest - elements, " trailing bytes, expected the end of the file");
+  MT_CHECK(FormatError, elements == rest, kOp, ": ", path, ": offset ", header + elements, ": found ", rest - elements,
+           " trailing bytes, expected the end of the file");
 }
 
 }  // namespace
@@ -195,8 +191,8 @@ std::string find_fashion_mnist(const std::string& directory, const std::string& 
     struct stat info {};
     if (::stat(path.c_str(), &info) == 0) return path;
   }
-  MT_THROW(IoError, "load_fashion_mnist: no ", file, ".gz in ", directory,
-           "; to get the files: ", kFashionMnistInstall, " (they go to ", kFashionMnistDirectory, ")");
+  MT_THROW(IoError, "load_fashion_mnist: no ", file, ".gz in ", directory, "; to get the files: ", kFashionMnistInstall,
+           " (they go to ", kFashionMnistDirectory, ")");
 }
 
 }  // namespace
@@ -210,14 +206,13 @@ ImageDataset load_fashion_mnist(Split split, const std::string& directory) {
   const Shape& y = data.labels.shape();
   MT_CHECK(FormatError, x.rank() == 3 && x[1] == 28 && x[2] == 28, "load_fashion_mnist: ", images,
            ": offset 4: found sizes ", x, ", expected [N,28,28]");
-  MT_CHECK(FormatError, y.rank() == 1, "load_fashion_mnist: ", labels, ": offset 4: found sizes ", y,
-           ", expected [N]");
-  MT_CHECK(FormatError, x[0] == y[0], "load_fashion_mnist: ", labels, ": offset 4: found ", y[0],
-           " labels, expected ", x[0], ", one for each image of ", images);
+  MT_CHECK(FormatError, y.rank() == 1, "load_fashion_mnist: ", labels, ": offset 4: found sizes ", y, ", expected [N]");
+  MT_CHECK(FormatError, x[0] == y[0], "load_fashion_mnist: ", labels, ": offset 4: found ", y[0], " labels, expected ",
+           x[0], ", one for each image of ", images);
   const auto* label = data.labels.data<std::uint8_t>();
   for (std::int64_t i = 0; i < y[0]; ++i) {
-    MT_CHECK(FormatError, label[i] < data.classes, "load_fashion_mnist: ", labels, ": offset ", 8 + i,
-             ": found label ", int{label[i]}, ", expected 0 to ", data.classes - 1);
+    MT_CHECK(FormatError, label[i] < data.classes, "load_fashion_mnist: ", labels, ": offset ", 8 + i, ": found label ",
+             int{label[i]}, ", expected 0 to ", data.classes - 1);
   }
   return data;
 }

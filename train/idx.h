@@ -33,7 +33,6 @@ inline constexpr std::array<std::string_view, 10> kFashionMnistClasses = {
     "T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"};
 
 /// 60,000 or 10,000 images of 28 x 28, from `<name>.gz` or `<name>` in the directory; all labels are checked.
-ImageDataset load_fashion_mnist(Split split,
-                                const std::string& directory = std::string(kFashionMnistDirectory));
+ImageDataset load_fashion_mnist(Split split, const std::string& directory = std::string(kFashionMnistDirectory));
 
 }  // namespace mantissa::train

@@ -57,8 +57,7 @@ struct Loader::Impl {
   Impl(std::unique_ptr<BatchSource> s, std::uint64_t seed, Device d, int prefetch)
       : source(std::move(s)), device(backend(d)), state{.seed = seed}, batches(source->batches()) {
     MT_CHECK(ConfigError, batches > 0, "Loader: the source has no batch");
-    MT_CHECK(ConfigError, prefetch > 0 && prefetch <= 1024, "Loader: prefetch must be 1 to 1024, got ",
-             prefetch);
+    MT_CHECK(ConfigError, prefetch > 0 && prefetch <= 1024, "Loader: prefetch must be 1 to 1024, got ", prefetch);
     buffer_bytes = aligned_bytes(source->layout(0));
     buffers = static_cast<std::size_t>(prefetch);
     while (empty.size() < buffers) empty.push_back(fresh_buffer());
@@ -139,8 +138,7 @@ struct Loader::Impl {
     std::shared_ptr<Storage> whole = filled.buffer;  // on the CPU the batch keeps the buffer
     if (!device.device().is_cpu()) {
       const auto bytes = static_cast<std::int64_t>(aligned_bytes(b));
-      whole =
-          std::make_shared<Storage>(static_cast<std::size_t>(bytes), device.device(), MemoryCategory::data);
+      whole = std::make_shared<Storage>(static_cast<std::size_t>(bytes), device.device(), MemoryCategory::data);
       Tensor target(whole, {bytes}, {1}, 0, DType::u8);
       device.copy_from_host(filled.buffer->data, target);
     }

@@ -94,10 +94,10 @@ class Loader {
 std::vector<std::int64_t> permutation(std::int64_t n, std::uint64_t seed, std::int64_t epoch);
 
 struct ImageLoaderOptions {
-  std::int64_t batch = 64;  // images a rank
-  bool shuffle = true;      // a new order each epoch
-  bool drop_last = true;    // drop the images that do not fill a batch; else the last batch is smaller
-  bool normalize = true;    // x = (byte / 255 - mean) / deviation as f32; else x is the bytes (u8)
+  std::int64_t batch = 64;                   // images a rank
+  bool shuffle = true;                       // a new order each epoch
+  bool drop_last = true;                     // drop the images that do not fill a batch; else the last batch is smaller
+  bool normalize = true;                     // x = (byte / 255 - mean) / deviation as f32; else x is the bytes (u8)
   double mean = 0.2860, deviation = 0.3530;  // of Fashion-MNIST's training images
   std::uint64_t seed = 0;
   Device device = cpu;

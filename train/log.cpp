@@ -29,10 +29,7 @@ struct ToJson {
     for (const double x : values) list.push_back(number(x));
     return list;
   }
-  template <class T>
-  Json operator()(const T& value) const {
-    return value;
-  }
+  template <class T> Json operator()(const T& value) const { return value; }
 };
 
 }  // namespace

@@ -17,12 +17,11 @@ namespace mantissa::train {
 /// the texts "inf", "-inf" and "nan".
 class LogValue {
  public:
-  using Variant = std::variant<std::monostate, bool, std::int64_t, std::uint64_t, double, std::string,
-                               std::vector<double>>;
+  using Variant =
+      std::variant<std::monostate, bool, std::int64_t, std::uint64_t, double, std::string, std::vector<double>>;
   LogValue() = default;
   LogValue(bool value) : value_(value) {}
-  template <std::signed_integral T>
-  LogValue(T value) : value_(static_cast<std::int64_t>(value)) {}
+  template <std::signed_integral T> LogValue(T value) : value_(static_cast<std::int64_t>(value)) {}
   template <std::unsigned_integral T>
   requires(!std::same_as<T, bool>) LogValue(T value) : value_(static_cast<std::uint64_t>(value)) {}
   LogValue(float value);  // the shortest decimals that read back as this float

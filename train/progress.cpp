@@ -40,8 +40,7 @@ std::size_t columns(const std::ostream* out) {
   return 80;
 }
 
-template <class... Values>
-std::string printed(const char* format, Values... values) {
+template <class... Values> std::string printed(const char* format, Values... values) {
   char text[64];
   std::snprintf(text, sizeof text, format, values...);
   return text;
@@ -77,8 +76,7 @@ std::string format_duration(double seconds) {
   return printed("%lld:%02lld", s / 60, s % 60);
 }
 
-Progress::Progress(std::int64_t total, ProgressOptions options)
-    : total_(total), options_(std::move(options)) {
+Progress::Progress(std::int64_t total, ProgressOptions options) : total_(total), options_(std::move(options)) {
   MT_CHECK(ConfigError, total > 0, "Progress: total must be positive, got ", total);
   if (options_.out == nullptr) options_.out = &std::cerr;
   if (!options_.clock) {
@@ -133,12 +131,10 @@ std::string Progress::line() const {
         rest(static_cast<std::size_t>(kBarWidth - filled), '.');
     out += "[" + full + rest + "] ";
   }
-  out +=
-      printed("%3d%% ", static_cast<int>(done * 100)) + std::to_string(step_) + "/" + std::to_string(total_);
+  out += printed("%3d%% ", static_cast<int>(done * 100)) + std::to_string(step_) + "/" + std::to_string(total_);
   out += " " + format_duration(active_time());
   if (const double r = rate(); r > 0) {
-    const double left =
-        static_cast<double>(std::max<std::int64_t>(0, total_ - step_)) * options_.units_per_step / r;
+    const double left = static_cast<double>(std::max<std::int64_t>(0, total_ - step_)) * options_.units_per_step / r;
     out += "<" + format_duration(left) + " " + short_number(r) + " " + options_.unit + "/s";
   }
   if (!text_.empty()) out += "  " + text_;

@@ -45,8 +45,7 @@ StopSignal::StopSignal(const std::vector<int>& signals) {
 StopSignal::~StopSignal() { restore(); }
 
 void StopSignal::restore() noexcept {
-  for (auto it = previous_.rbegin(); it != previous_.rend(); ++it)
-    ::sigaction(it->signal, &it->action, nullptr);
+  for (auto it = previous_.rbegin(); it != previous_.rend(); ++it) ::sigaction(it->signal, &it->action, nullptr);
   installed = false;
 }
 

@@ -25,8 +25,7 @@ class EpochStream {
     const Philox4 r = philox(key_, static_cast<std::uint64_t>(index));
     const std::uint64_t bits = std::uint64_t{r.lane[1]} << 32 | r.lane[0];
     __extension__ using Wide = unsigned __int128;  // the high half of bits * n: a bias below n / 2^64
-    return static_cast<std::int64_t>(
-        static_cast<std::uint64_t>(Wide{bits} * static_cast<std::uint64_t>(n) >> 64));
+    return static_cast<std::int64_t>(static_cast<std::uint64_t>(Wide{bits} * static_cast<std::uint64_t>(n) >> 64));
   }
 
  private:
@@ -52,8 +51,7 @@ struct Division {
 };
 
 void check_division(const char* op, std::int64_t batch, int rank, int ranks) {
-  MT_CHECK(ConfigError, batch > 0 && batch <= (std::int64_t{1} << 31), op, ": batch must be 1 to 2^31, got ",
-           batch);
+  MT_CHECK(ConfigError, batch > 0 && batch <= (std::int64_t{1} << 31), op, ": batch must be 1 to 2^31, got ", batch);
   MT_CHECK(ConfigError, ranks > 0 && rank >= 0 && rank < ranks, op, ": rank ", rank, " of ", ranks, " ranks");
 }
 
@@ -63,18 +61,16 @@ class ImageSource final : public BatchSource {
     constexpr const char* kOp = "ImageLoader";
     check_division(kOp, o.batch, o.rank, o.ranks);
     const Tensor &x = data_.images, &y = data_.labels;
-    MT_CHECK(DTypeError, x.dtype() == DType::u8 && y.dtype() == DType::u8, kOp,
-             ": images and labels must be u8, got ", x, " and ", y);
+    MT_CHECK(DTypeError, x.dtype() == DType::u8 && y.dtype() == DType::u8, kOp, ": images and labels must be u8, got ",
+             x, " and ", y);
     MT_CHECK(ShapeError, x.rank() == 3 && y.rank() == 1 && x.size(0) == y.size(0), kOp,
              ": expected images [N,H,W] and labels [N], got ", x, " and ", y);
-    MT_CHECK(DeviceError,
-             x.device().is_cpu() && y.device().is_cpu() && x.is_contiguous() && y.is_contiguous(), kOp,
+    MT_CHECK(DeviceError, x.device().is_cpu() && y.device().is_cpu() && x.is_contiguous() && y.is_contiguous(), kOp,
              ": the data set must be contiguous on the CPU, got ", x, " and ", y);
-    MT_CHECK(ConfigError, !o.normalize || o.deviation > 0, kOp, ": deviation must be positive, got ",
-             o.deviation);
+    MT_CHECK(ConfigError, !o.normalize || o.deviation > 0, kOp, ": deviation must be positive, got ", o.deviation);
     division_ = {x.size(0), o.batch, o.rank, o.ranks, o.drop_last};
-    MT_CHECK(ConfigError, division_.batches() > 0, kOp, ": ", x.size(0), " images do not fill one batch of ",
-             o.batch, " on each of ", o.ranks, " rank(s); use a smaller batch or drop_last = false");
+    MT_CHECK(ConfigError, division_.batches() > 0, kOp, ": ", x.size(0), " images do not fill one batch of ", o.batch,
+             " on each of ", o.ranks, " rank(s); use a smaller batch or drop_last = false");
     for (std::size_t byte = 0; byte < 256; ++byte) {
       normalized_[byte] = static_cast<float>((static_cast<double>(byte) / 255 - o.mean) / o.deviation);
     }
@@ -125,20 +121,19 @@ class TokenSource final : public BatchSource {
   TokenSource(TokenDataset data, const TokenLoaderOptions& o) : data_(std::move(data)), options_(o) {
     constexpr const char* kOp = "TokenLoader";
     check_division(kOp, o.batch, o.rank, o.ranks);
-    MT_CHECK(DTypeError, o.dtype == DType::i32 || o.dtype == DType::i64, kOp, ": tokens are i32 or i64, not ",
-             o.dtype);
-    MT_CHECK(ConfigError, o.context > 0 && o.steps >= 0, kOp,
-             ": context must be positive and steps not negative, got ", o.context, " and ", o.steps);
-    MT_CHECK(ConfigError, data_.size() > o.context, kOp, ": ", data_.size(),
-             " tokens are shorter than one window of ", o.context, " and the token after it");
+    MT_CHECK(DTypeError, o.dtype == DType::i32 || o.dtype == DType::i64, kOp, ": tokens are i32 or i64, not ", o.dtype);
+    MT_CHECK(ConfigError, o.context > 0 && o.steps >= 0, kOp, ": context must be positive and steps not negative, got ",
+             o.context, " and ", o.steps);
+    MT_CHECK(ConfigError, data_.size() > o.context, kOp, ": ", data_.size(), " tokens are shorter than one window of ",
+             o.context, " and the token after it");
     const bool random = o.order == TokenOrder::random;
     division_ = {(data_.size() - 1) / o.context, o.batch, o.rank, o.ranks, o.drop_last};
     batches_ = division_.batches();
     if (random) {  // any number of batches can be drawn; all are full
       batches_ = o.steps > 0 ? o.steps : std::max<std::int64_t>(1, batches_);
       std::int64_t rows = 0;
-      MT_CHECK(ConfigError, !__builtin_mul_overflow(batches_, o.batch * o.ranks, &rows), kOp,
-               ": steps = ", o.steps, " is too large");
+      MT_CHECK(ConfigError, !__builtin_mul_overflow(batches_, o.batch * o.ranks, &rows), kOp, ": steps = ", o.steps,
+               " is too large");
       division_.rows = rows;
       return;
     }
@@ -171,8 +166,7 @@ class TokenSource final : public BatchSource {
   }
 
  private:
-  template <class T>
-  void fill_as(std::int64_t position, T* x, T* y) {
+  template <class T> void fill_as(std::int64_t position, T* x, T* y) {
     const auto [first, n] = division_.part(position);
     const std::int64_t t = options_.context;
     for (std::int64_t i = 0; i < n; ++i) {

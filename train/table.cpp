@@ -10,8 +10,7 @@ namespace {
 
 /// Code points of UTF-8 text: all bytes but the continuations.
 std::size_t width_of(const std::string& text) {
-  return static_cast<std::size_t>(
-      std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; }));
+  return static_cast<std::size_t>(std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; }));
 }
 
 /// A number, perhaps with a unit right behind it ("0.93", "12 %", "3.1x").
@@ -24,8 +23,8 @@ bool is_number(const std::string& text) {
 }  // namespace
 
 Table& Table::add_row(std::vector<std::string> cells) {
-  MT_CHECK(ShapeError, cells.size() == header_.size(), "Table::add_row: ", cells.size(), " cells for ",
-           header_.size(), " columns");
+  MT_CHECK(ShapeError, cells.size() == header_.size(), "Table::add_row: ", cells.size(), " cells for ", header_.size(),
+           " columns");
   rows_.push_back(std::move(cells));
   return *this;
 }

@@ -16,8 +16,7 @@
 namespace mantissa::train {
 namespace {
 
-static_assert(std::endian::native == std::endian::little,
-              "token files are little-endian and are mapped as they are");
+static_assert(std::endian::native == std::endian::little, "token files are little-endian and are mapped as they are");
 
 constexpr std::int64_t kHeaderWords = 256, kHeaderBytes = kHeaderWords * 4;
 constexpr std::int64_t kLargestVocab = std::int64_t{1} << 31;  // ids are handed out as int32
@@ -38,8 +37,7 @@ std::shared_ptr<const void> map_file(const char* op, const InputFile& file) {
 }
 
 /// Calls f with a typed pointer to the ids.
-template <class F>
-decltype(auto) visit_ids(const void* data, int width, F&& f) {
+template <class F> decltype(auto) visit_ids(const void* data, int width, F&& f) {
   switch (width) {
     case 1:
       return f(static_cast<const std::uint8_t*>(data));
@@ -51,8 +49,7 @@ decltype(auto) visit_ids(const void* data, int width, F&& f) {
 }
 
 void check_vocab(const char* op, std::int64_t vocab) {
-  MT_CHECK(ConfigError, vocab >= 0 && vocab <= kLargestVocab, op, ": vocab must be in [0, 2^31], got ",
-           vocab);
+  MT_CHECK(ConfigError, vocab >= 0 && vocab <= kLargestVocab, op, ": vocab must be in [0, 2^31], got ", vocab);
 }
 
 /// Position of the largest id.
@@ -66,18 +63,17 @@ TokenDataset TokenDataset::open(const std::string& path, std::int64_t vocab) {
   constexpr const char* kOp = "TokenDataset::open";
   check_vocab(kOp, vocab);
   const InputFile file(kOp, path);
-  MT_CHECK(FormatError, file.size() >= kHeaderBytes, kOp, ": ", path, ": offset 0: found a file of ",
-           file.size(), " bytes, expected a header of ", kHeaderBytes,
-           "; TokenDataset::open_text reads plain text");
+  MT_CHECK(FormatError, file.size() >= kHeaderBytes, kOp, ": ", path, ": offset 0: found a file of ", file.size(),
+           " bytes, expected a header of ", kHeaderBytes, "; TokenDataset::open_text reads plain text");
   const std::shared_ptr<const void> mapped = map_file(kOp, file);
   std::int32_t header[3];
   std::memcpy(header, mapped.get(), sizeof header);
-  const TokenFormat* format = std::find_if(std::begin(kFormats), std::end(kFormats),
-                                           [&](const auto& f) { return f.magic == header[0]; });
+  const TokenFormat* format =
+      std::find_if(std::begin(kFormats), std::end(kFormats), [&](const auto& f) { return f.magic == header[0]; });
   MT_CHECK(FormatError, format != std::end(kFormats), kOp, ": ", path, ": offset 0: found magic ", header[0],
            ", expected 20240520 (uint16) or 20240801 (uint32); TokenDataset::open_text reads plain text");
-  MT_CHECK(FormatError, header[1] == format->version, kOp, ": ", path, ": offset 4: found version ",
-           header[1], ", expected ", format->version, " for magic ", format->magic);
+  MT_CHECK(FormatError, header[1] == format->version, kOp, ": ", path, ": offset 4: found version ", header[1],
+           ", expected ", format->version, " for magic ", format->magic);
   MT_CHECK(FormatError, header[2] > 0, kOp, ": ", path, ": offset 8: found a count of ", header[2],
            " tokens, expected at least 1");
   const std::int64_t count = header[2], expected = kHeaderBytes + count * format->width;
@@ -90,8 +86,8 @@ TokenDataset TokenDataset::open(const std::string& path, std::int64_t vocab) {
   const std::int64_t limit = vocab > 0 ? vocab : kLargestVocab;
   const std::int64_t at = largest(ids, format->width, count);
   const std::int64_t id = visit_ids(ids, format->width, [at](const auto* p) { return std::int64_t{p[at]}; });
-  MT_CHECK(FormatError, id<limit, kOp, ": ", path, ": offset ", kHeaderBytes + at * format->width,
-                            ": found token ", id, ", expected less than ", limit, vocab> 0
+  MT_CHECK(FormatError, id<limit, kOp, ": ", path, ": offset ", kHeaderBytes + at * format->width, ": found token ", id,
+                            ", expected less than ", limit, vocab> 0
                             ? " (the vocabulary)"
                             : "");
   return TokenDataset(mapped, ids, format->width, count, vocab > 0 ? vocab : id + 1);
@@ -117,13 +113,12 @@ TokenDataset TokenDataset::from_tokens(const std::vector<std::int32_t>& tokens, 
   const std::int64_t limit = vocab > 0 ? vocab : kLargestVocab;
   std::int64_t most = -1;
   for (std::size_t i = 0; i < tokens.size(); ++i) {
-    MT_CHECK(IndexError, tokens[i] >= 0 && tokens[i] < limit, kOp, ": token ", i, " is ", tokens[i],
-             ", expected 0 to ", limit - 1);
+    MT_CHECK(IndexError, tokens[i] >= 0 && tokens[i] < limit, kOp, ": token ", i, " is ", tokens[i], ", expected 0 to ",
+             limit - 1);
     most = std::max<std::int64_t>(most, tokens[i]);
   }
   const auto owner = std::make_shared<const std::vector<std::uint32_t>>(tokens.begin(), tokens.end());
-  return TokenDataset(owner, owner->data(), 4, static_cast<std::int64_t>(owner->size()),
-                      vocab > 0 ? vocab : most + 1);
+  return TokenDataset(owner, owner->data(), 4, static_cast<std::int64_t>(owner->size()), vocab > 0 ? vocab : most + 1);
 }
 
 std::int64_t TokenDataset::operator[](std::int64_t i) const {
@@ -132,10 +127,9 @@ std::int64_t TokenDataset::operator[](std::int64_t i) const {
   return id;
 }
 
-template <class T>
-void TokenDataset::copy(std::int64_t begin, std::int64_t n, T* target) const {
-  MT_CHECK(IndexError, begin >= 0 && n >= 0 && n <= size_ && begin <= size_ - n,
-           "TokenDataset::copy: tokens [", begin, ", ", begin + n, ") of a sequence of ", size_);
+template <class T> void TokenDataset::copy(std::int64_t begin, std::int64_t n, T* target) const {
+  MT_CHECK(IndexError, begin >= 0 && n >= 0 && n <= size_ && begin <= size_ - n, "TokenDataset::copy: tokens [", begin,
+           ", ", begin + n, ") of a sequence of ", size_);
   visit_ids(data_, width_, [&](const auto* ids) {
     std::transform(ids + begin, ids + begin + n, target, [](auto id) { return static_cast<T>(id); });
   });
@@ -144,23 +138,22 @@ template void TokenDataset::copy(std::int64_t, std::int64_t, std::int32_t*) cons
 template void TokenDataset::copy(std::int64_t, std::int64_t, std::int64_t*) const;
 
 TokenDataset TokenDataset::slice(std::int64_t begin, std::int64_t end) const {
-  MT_CHECK(IndexError, begin >= 0 && begin <= end && end <= size_, "TokenDataset::slice: tokens [", begin,
-           ", ", end, ") of a sequence of ", size_);
-  return TokenDataset(owner_, static_cast<const std::byte*>(data_) + begin * width_, width_, end - begin,
-                      vocab_);
+  MT_CHECK(IndexError, begin >= 0 && begin <= end && end <= size_, "TokenDataset::slice: tokens [", begin, ", ", end,
+           ") of a sequence of ", size_);
+  return TokenDataset(owner_, static_cast<const std::byte*>(data_) + begin * width_, width_, end - begin, vocab_);
 }
 
 std::pair<TokenDataset, TokenDataset> TokenDataset::split(double fraction) const {
-  MT_CHECK(ConfigError, fraction > 0 && fraction < 1,
-           "TokenDataset::split: fraction must lie between 0 and 1, got ", fraction);
+  MT_CHECK(ConfigError, fraction > 0 && fraction < 1, "TokenDataset::split: fraction must lie between 0 and 1, got ",
+           fraction);
   const auto middle = static_cast<std::int64_t>(static_cast<double>(size_) * fraction);
   return {slice(0, middle), slice(middle, size_)};
 }
 
 void write_tokens(const std::string& path, std::span<const std::int32_t> tokens) {
   constexpr const char* kOp = "write_tokens";
-  MT_CHECK(ConfigError, !tokens.empty() && tokens.size() <= std::numeric_limits<std::int32_t>::max(), kOp,
-           ": ", path, ": the format holds 1 to 2^31 - 1 tokens, got ", tokens.size());
+  MT_CHECK(ConfigError, !tokens.empty() && tokens.size() <= std::numeric_limits<std::int32_t>::max(), kOp, ": ", path,
+           ": the format holds 1 to 2^31 - 1 tokens, got ", tokens.size());
   const auto [low, high] = std::minmax_element(tokens.begin(), tokens.end());
   MT_CHECK(IndexError, *low >= 0, kOp, ": ", path, ": token ", low - tokens.begin(), " is ", *low,
            ", expected 0 or more");

@@ -27,8 +27,7 @@ class TokenDataset {
   std::int64_t vocab() const { return vocab_; }
   std::int64_t operator[](std::int64_t i) const;  // i in [0, size())
   /// Writes tokens [begin, begin + n) to `target`, as std::int32_t or std::int64_t; IndexError when outside.
-  template <class T>
-  void copy(std::int64_t begin, std::int64_t n, T* target) const;
+  template <class T> void copy(std::int64_t begin, std::int64_t n, T* target) const;
 
   /// The tokens [begin, end).
   TokenDataset slice(std::int64_t begin, std::int64_t end) const;
@@ -36,8 +35,7 @@ class TokenDataset {
   std::pair<TokenDataset, TokenDataset> split(double fraction) const;
 
  private:
-  TokenDataset(std::shared_ptr<const void> owner, const void* data, int width, std::int64_t size,
-               std::int64_t vocab)
+  TokenDataset(std::shared_ptr<const void> owner, const void* data, int width, std::int64_t size, std::int64_t vocab)
       : owner_(std::move(owner)), data_(data), width_(width), size_(size), vocab_(vocab) {}
 
   std::shared_ptr<const void> owner_;

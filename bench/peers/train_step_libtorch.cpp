@@ -49,7 +49,8 @@ struct GPT : torch::nn::Module {
       : tokens(register_module("tokens", torch::nn::Embedding(o.vocabulary, o.width))),
         positions(register_module("positions", torch::nn::Embedding(o.context, o.width))),
         norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({o.width})))) {
-    for (int i = 0; i < o.layers; ++i) blocks.push_back(register_module("block" + std::to_string(i), Block(o.width, o.heads)));
+    for (int i = 0; i < o.layers; ++i)
+      blocks.push_back(register_module("block" + std::to_string(i), Block(o.width, o.heads)));
     mask = torch::full({o.context, o.context}, -INFINITY).triu(1);
   }
   torch::Tensor loss(const torch::Tensor& x, const torch::Tensor& y) {
@@ -94,12 +95,15 @@ void run(const Options& o, Model& model, const torch::Tensor& x, const torch::Te
     loss.backward();
     if (clip) torch::nn::utils::clip_grad_norm_(model.parameters(), 1.0);
     optimizer.step();
-    if (i >= o.warmup) times.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count());
+    if (i >= o.warmup)
+      times.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count());
     value = loss.template item<double>();
   }
   std::nth_element(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2), times.end());
-  std::printf("{\"who\": \"libtorch %s\", \"model\": \"%s\", \"precision\": \"fp32\", \"batch\": %lld, \"ms\": %.4f, \"loss\": %.5f}\n", TORCH_VERSION,
-              o.model.c_str(), static_cast<long long>(o.batch), times[times.size() / 2], value);
+  std::printf(
+      "{\"who\": \"libtorch %s\", \"model\": \"%s\", \"precision\": \"fp32\", \"batch\": %lld, \"ms\": %.4f, \"loss\": "
+      "%.5f}\n",
+      TORCH_VERSION, o.model.c_str(), static_cast<long long>(o.batch), times[times.size() / 2], value);
 }
 
 }  // namespace
@@ -121,7 +125,8 @@ int main(int argc, char** argv) {
   if (o.threads > 0) torch::set_num_threads(o.threads);
   if (o.model == "gpt") {
     GPT model(o);
-    run(o, model, torch::randint(o.vocabulary, {o.batch, o.context}), torch::randint(o.vocabulary, {o.batch, o.context}), true);
+    run(o, model, torch::randint(o.vocabulary, {o.batch, o.context}),
+        torch::randint(o.vocabulary, {o.batch, o.context}), true);
   } else {
     CNN model;
     run(o, model, torch::randn({o.batch, 1, 28, 28}), torch::randint(10, {o.batch}), false);

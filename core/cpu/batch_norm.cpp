@@ -20,16 +20,14 @@ struct Rows {
   std::int64_t elements() const { return std::min(chunk, rows) * c; }
 
   /// f(chunk, first element, rows) for each chunk, on several threads.
-  template <class F>
-  void for_each_chunk(F f) const {
+  template <class F> void for_each_chunk(F f) const {
     parallel_for(chunks(), 1, [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t k = begin; k < end; ++k) f(k, k * chunk * c, rows_of(k));
     });
   }
 };
 
-constexpr double kDown =
-    0x1p-10;  // squares are summed this much smaller: deviations of 1e18 do not overflow f32
+constexpr double kDown = 0x1p-10;  // squares are summed this much smaller: deviations of 1e18 do not overflow f32
 
 /// Mean and sum of squared deviations (times kDown) of each channel within a chunk that is in the cache.
 template <class A>
@@ -51,8 +49,7 @@ void chunk_moments(const A* x, std::int64_t rows, std::int64_t c, A* __restrict 
 }
 
 /// Mean and biased variance over all rows, the chunks combined in order (Chan, Golub and LeVeque 1979).
-template <class A, class T>
-void moments(const T* px, const Rows& r, A* mean, std::vector<double>& variance) {
+template <class A, class T> void moments(const T* px, const Rows& r, A* mean, std::vector<double>& variance) {
   const std::int64_t c = r.c, chunks = r.chunks();
   const Scratch<A> parts(2 * chunks * c);
   const ThreadScratch<A> wide(r.elements());
@@ -61,16 +58,13 @@ void moments(const T* px, const Rows& r, A* mean, std::vector<double>& variance)
     chunk_moments(load_block<A>(px + first, 1, rows * c, wide.data()), rows, c, part, part + c);
   });
   std::vector<double> total(static_cast<std::size_t>(c));
-  const auto weight = [&](std::int64_t k) {
-    return static_cast<double>(r.rows_of(k)) / static_cast<double>(r.rows);
-  };
+  const auto weight = [&](std::int64_t k) { return static_cast<double>(r.rows_of(k)) / static_cast<double>(r.rows); };
   for (std::int64_t k = 0; k < chunks; ++k)
     for (std::int64_t ch = 0; ch < c; ++ch)
       total[static_cast<std::size_t>(ch)] += weight(k) * static_cast<double>(parts.data()[2 * k * c + ch]);
   for (std::int64_t k = 0; k < chunks; ++k)
     for (std::int64_t ch = 0; ch < c; ++ch) {
-      const double d =
-          static_cast<double>(parts.data()[2 * k * c + ch]) - total[static_cast<std::size_t>(ch)];
+      const double d = static_cast<double>(parts.data()[2 * k * c + ch]) - total[static_cast<std::size_t>(ch)];
       variance[static_cast<std::size_t>(ch)] +=
           weight(k) * d * d +
           static_cast<double>(parts.data()[(2 * k + 1) * c + ch]) / kDown / static_cast<double>(r.rows);
@@ -95,13 +89,11 @@ void CpuBackend::batch_norm(const Tensor& x, const Tensor& w, const Tensor& b, d
     if (training && r.rows > 0) {
       std::vector<double> variance(static_cast<std::size_t>(c));
       moments<A>(px, r, pm, variance);
-      const double unbiased =
-          static_cast<double>(r.rows) / static_cast<double>(std::max<std::int64_t>(r.rows - 1, 1));
+      const double unbiased = static_cast<double>(r.rows) / static_cast<double>(std::max<std::int64_t>(r.rows - 1, 1));
       for (std::int64_t ch = 0; ch < c; ++ch) {
         const double v = variance[static_cast<std::size_t>(ch)];
         pr[ch] = static_cast<A>(1 / std::sqrt(v + eps));
-        rm[ch] = static_cast<A>((1 - momentum) * static_cast<double>(rm[ch]) +
-                                momentum * static_cast<double>(pm[ch]));
+        rm[ch] = static_cast<A>((1 - momentum) * static_cast<double>(rm[ch]) + momentum * static_cast<double>(pm[ch]));
         rv[ch] = static_cast<A>((1 - momentum) * static_cast<double>(rv[ch]) + momentum * v * unbiased);
       }
     } else {
@@ -162,8 +154,7 @@ void CpuBackend::batch_norm_grad(const Tensor& g, const Tensor& x, const Tensor&
     const double inverse = training && r.rows > 0 ? 1 / static_cast<double>(r.rows) : 0;
     A *scale = factors.data(), *mean_g = scale + c, *slope = mean_g + c;
     for (std::int64_t ch = 0; ch < c; ++ch) {
-      const double total_w = totals[static_cast<std::size_t>(ch)],
-                   total_b = totals[static_cast<std::size_t>(c + ch)];
+      const double total_w = totals[static_cast<std::size_t>(ch)], total_b = totals[static_cast<std::size_t>(c + ch)];
       pgw[ch] = static_cast<A>(total_w);
       pgb[ch] = static_cast<A>(total_b);
       scale[ch] = pw[ch] * pr[ch];

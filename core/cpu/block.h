@@ -46,8 +46,7 @@ inline void narrow_block(const float* x, float16* y, std::int64_t n) {
 }
 
 inline void widen_block(const bfloat16* x, float* y, std::int64_t n) {
-  for (std::int64_t i = 0; i < n; ++i)
-    y[i] = std::bit_cast<float>(static_cast<std::uint32_t>(x[i].bits) << 16);
+  for (std::int64_t i = 0; i < n; ++i) y[i] = std::bit_cast<float>(static_cast<std::uint32_t>(x[i].bits) << 16);
 }
 
 inline void narrow_block(const float* x, bfloat16* y, std::int64_t n) {
@@ -60,13 +59,11 @@ inline void narrow_block(const float* x, bfloat16* y, std::int64_t n) {
 
 /// n elements from x (stride in elements) as the compute type A: x itself when it already is a contiguous run
 /// of A.
-template <class A, class T>
-const A* load_block(const T* x, std::int64_t stride, std::int64_t n, A* buffer) {
+template <class A, class T> const A* load_block(const T* x, std::int64_t stride, std::int64_t n, A* buffer) {
   if (stride == 1) {
     if constexpr (std::is_same_v<T, A>) {
       return x;
-    } else if constexpr (std::is_same_v<A, float> &&
-                         (std::is_same_v<T, float16> || std::is_same_v<T, bfloat16>)) {
+    } else if constexpr (std::is_same_v<A, float> && (std::is_same_v<T, float16> || std::is_same_v<T, bfloat16>)) {
       widen_block(x, buffer, n);
       return buffer;
     }
@@ -81,15 +78,13 @@ const A* load_block(const T* x, std::int64_t stride, std::int64_t n, A* buffer) 
 
 /// Where results of a block go: y itself when it is a contiguous run of A, else the buffer, for store_block
 /// afterwards.
-template <class A, class T>
-A* result_block(T* y, std::int64_t stride, A* buffer) {
+template <class A, class T> A* result_block(T* y, std::int64_t stride, A* buffer) {
   if constexpr (std::is_same_v<T, A>)
     if (stride == 1) return y;
   return buffer;
 }
 
-template <class A, class T>
-void store_block(const A* result, T* y, std::int64_t stride, std::int64_t n) {
+template <class A, class T> void store_block(const A* result, T* y, std::int64_t stride, std::int64_t n) {
   if constexpr (std::is_same_v<T, A>)
     if (result == y) return;
   if constexpr (std::is_same_v<A, float> && (std::is_same_v<T, float16> || std::is_same_v<T, bfloat16>)) {

@@ -31,8 +31,8 @@ struct Geometry {
         pixels(oh * ow),
         image(h * w * c),
         options(opt) {
-    direct = kh == 1 && kw == 1 && opt.groups == 1 && opt.stride[0] == 1 && opt.stride[1] == 1 &&
-             opt.padding[0] == 0 && opt.padding[1] == 0;
+    direct = kh == 1 && kw == 1 && opt.groups == 1 && opt.stride[0] == 1 && opt.stride[1] == 1 && opt.padding[0] == 0 &&
+             opt.padding[1] == 0;
     constexpr std::int64_t kElements = std::int64_t{1} << 16;  // of the patches at one time
     step = std::clamp<std::int64_t>(kElements / std::max<std::int64_t>(1, pixels * patch), 1,
                                     std::max<std::int64_t>(n, 1));
@@ -43,8 +43,7 @@ struct Geometry {
 };
 
 /// Chunks share the threads when there are enough of them; else each product uses all threads.
-template <class F>
-void for_each_chunk(std::int64_t chunks, F&& f) {
+template <class F> void for_each_chunk(std::int64_t chunks, F&& f) {
   if (chunks >= omp_get_max_threads()) return parallel_tasks(chunks, f);
   for (std::int64_t chunk = 0; chunk < chunks; ++chunk) f(chunk);
 }
@@ -53,8 +52,7 @@ void for_each_chunk(std::int64_t chunks, F&& f) {
 /// n) for the rest.
 template <class Copy, class Pad>
 void for_each_run_of_row(const Geometry& s, std::int64_t row, std::int64_t group, Copy copy, Pad pad) {
-  const bool whole =
-      s.options.dilation[1] == 1 && s.options.groups == 1;  // neighbours of a window are contiguous
+  const bool whole = s.options.dilation[1] == 1 && s.options.groups == 1;  // neighbours of a window are contiguous
   for (std::int64_t column = 0; column < s.ow; ++column) {
     std::int64_t at = column * s.patch;
     const std::int64_t x0 = column * s.options.stride[1] - s.options.padding[1];
@@ -80,10 +78,8 @@ void for_each_run_of_row(const Geometry& s, std::int64_t row, std::int64_t group
   }
 }
 
-template <class A>
-void im2col(const Geometry& s, const A* x, std::int64_t count, std::int64_t group, A* patches) {
-  parallel_for(count * s.oh,
-               std::max<std::int64_t>(1, kParallelGrain / std::max<std::int64_t>(1, s.ow * s.patch)),
+template <class A> void im2col(const Geometry& s, const A* x, std::int64_t count, std::int64_t group, A* patches) {
+  parallel_for(count * s.oh, std::max<std::int64_t>(1, kParallelGrain / std::max<std::int64_t>(1, s.ow * s.patch)),
                [&](std::int64_t begin, std::int64_t end) {
                  for (std::int64_t row = begin; row < end; ++row) {
                    A* base = patches + row * s.ow * s.patch;
@@ -103,8 +99,7 @@ void im2col(const Geometry& s, const A* x, std::int64_t count, std::int64_t grou
 }
 
 /// Adds patches back to their pixels; windows overlap, so a thread owns whole images.
-template <class A>
-void col2im(const Geometry& s, const A* patches, std::int64_t count, std::int64_t group, A* gx) {
+template <class A> void col2im(const Geometry& s, const A* patches, std::int64_t count, std::int64_t group, A* gx) {
   parallel_for(count, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t k = begin; k < end; ++k)
       for (std::int64_t row = 0; row < s.oh; ++row) {
@@ -123,20 +118,16 @@ void col2im(const Geometry& s, const A* patches, std::int64_t count, std::int64_
 }
 
 /// n elements in the compute type: in place, or widened into `buffer`.
-template <class A, class T>
-const A* widened(const T* x, std::int64_t n, A* buffer) {
+template <class A, class T> const A* widened(const T* x, std::int64_t n, A* buffer) {
   if constexpr (std::is_same_v<A, T>) return x;
-  parallel_for(n, kParallelGrain, [&](std::int64_t begin, std::int64_t end) {
-    load_block<A>(x + begin, 1, end - begin, buffer + begin);
-  });
+  parallel_for(n, kParallelGrain,
+               [&](std::int64_t begin, std::int64_t end) { load_block<A>(x + begin, 1, end - begin, buffer + begin); });
   return buffer;
 }
 
-template <class A, class T>
-void narrowed(const A* from, T* to, std::int64_t n) {
-  parallel_for(n, kParallelGrain, [&](std::int64_t begin, std::int64_t end) {
-    store_block<A>(from + begin, to + begin, 1, end - begin);
-  });
+template <class A, class T> void narrowed(const A* from, T* to, std::int64_t n) {
+  parallel_for(n, kParallelGrain,
+               [&](std::int64_t begin, std::int64_t end) { store_block<A>(from + begin, to + begin, 1, end - begin); });
 }
 
 }  // namespace
@@ -153,8 +144,7 @@ void CpuBackend::conv2d(const Tensor& x, const Tensor& w, const Conv2dOptions& o
         result(kWide ? 0 : s.step * s.pixels * s.o);
     for_each_chunk(s.chunks(), [&](std::int64_t chunk) {
       const std::int64_t count = s.images(chunk), first = chunk * s.step;
-      const A* images =
-          widened<A>(static_cast<const T*>(x.data()) + first * s.image, count * s.image, input.data());
+      const A* images = widened<A>(static_cast<const T*>(x.data()) + first * s.image, count * s.image, input.data());
       T* target = static_cast<T*>(y.data()) + first * s.pixels * s.o;
       A* out = result.data();
       if constexpr (kWide) out = target;
@@ -168,8 +158,7 @@ void CpuBackend::conv2d(const Tensor& x, const Tensor& w, const Conv2dOptions& o
   });
 }
 
-void CpuBackend::conv2d_grad_input(const Tensor& g, const Tensor& w, const Conv2dOptions& options,
-                                   Tensor& gx) {
+void CpuBackend::conv2d_grad_input(const Tensor& g, const Tensor& w, const Conv2dOptions& options, Tensor& gx) {
   if (gx.numel() == 0) return;
   if (g.numel() == 0) return fill(0, gx);
   const Geometry s(gx.shape(), w.shape(), g.shape(), options);
@@ -182,15 +171,15 @@ void CpuBackend::conv2d_grad_input(const Tensor& g, const Tensor& w, const Conv2
         sums(kWide ? 0 : s.step * s.image);
     for_each_chunk(s.chunks(), [&](std::int64_t chunk) {
       const std::int64_t count = s.images(chunk), first = chunk * s.step;
-      const A* pg = widened<A>(static_cast<const T*>(g.data()) + first * s.pixels * s.o,
-                               count * s.pixels * s.o, input.data());
+      const A* pg =
+          widened<A>(static_cast<const T*>(g.data()) + first * s.pixels * s.o, count * s.pixels * s.o, input.data());
       T* target = static_cast<T*>(gx.data()) + first * s.image;
       A* out = sums.data();
       if constexpr (kWide) out = target;
       if (!s.direct) std::fill_n(out, count * s.image, A(0));
       for (std::int64_t group = 0; group < options.groups; ++group) {
-        gemm(count * s.pixels, s.patch, s.og, A(1), pg + group * s.og, s.o, 1, pw + group * s.og * s.patch,
-             s.patch, 1, A(0), s.direct ? out : patches.data(), s.patch);
+        gemm(count * s.pixels, s.patch, s.og, A(1), pg + group * s.og, s.o, 1, pw + group * s.og * s.patch, s.patch, 1,
+             A(0), s.direct ? out : patches.data(), s.patch);
         if (!s.direct) col2im(s, patches.data(), count, group, out);
       }
       if constexpr (!kWide) narrowed(out, target, count * s.image);
@@ -198,8 +187,8 @@ void CpuBackend::conv2d_grad_input(const Tensor& g, const Tensor& w, const Conv2
   });
 }
 
-void CpuBackend::conv2d_grad_weight(const Tensor& g, const Tensor& x, const Conv2dOptions& options,
-                                    bool accumulate, Tensor& gw) {
+void CpuBackend::conv2d_grad_weight(const Tensor& g, const Tensor& x, const Conv2dOptions& options, bool accumulate,
+                                    Tensor& gw) {
   if (gw.numel() == 0) return;
   const Geometry s(x.shape(), gw.shape(), g.shape(), options);
   visit_float<CpuTypes>("conv2d", g.dtype(), [&]<class T>() {
@@ -217,14 +206,13 @@ void CpuBackend::conv2d_grad_weight(const Tensor& g, const Tensor& x, const Conv
       std::fill_n(sum, size, A(0));
       for (std::int64_t chunk = part * chunks / parts; chunk < (part + 1) * chunks / parts; ++chunk) {
         const std::int64_t count = s.images(chunk), first = chunk * s.step;
-        const A* pg = widened<A>(static_cast<const T*>(g.data()) + first * s.pixels * s.o,
-                                 count * s.pixels * s.o, wide_g.data());
-        const A* px =
-            widened<A>(static_cast<const T*>(x.data()) + first * s.image, count * s.image, wide_x.data());
+        const A* pg =
+            widened<A>(static_cast<const T*>(g.data()) + first * s.pixels * s.o, count * s.pixels * s.o, wide_g.data());
+        const A* px = widened<A>(static_cast<const T*>(x.data()) + first * s.image, count * s.image, wide_x.data());
         for (std::int64_t group = 0; group < options.groups; ++group) {
           if (!s.direct) im2col(s, px, count, group, patches.data());
-          gemm(s.og, s.patch, count * s.pixels, A(1), pg + group * s.og, 1, s.o,
-               s.direct ? px : patches.data(), s.patch, 1, A(1), sum + group * s.og * s.patch, s.patch);
+          gemm(s.og, s.patch, count * s.pixels, A(1), pg + group * s.og, 1, s.o, s.direct ? px : patches.data(),
+               s.patch, 1, A(1), sum + group * s.og * s.patch, s.patch);
         }
       }
     });

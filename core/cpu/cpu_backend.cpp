@@ -16,8 +16,7 @@ class HostMemory final : public CachingAllocator::Source {
   void* allocate(std::size_t bytes) override {
     const std::size_t alignment = bytes >= kHugePage ? kHugePage : kAlignment;
     void* data = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
-    if (data != nullptr && bytes >= kHugePage)
-      madvise(data, bytes, MADV_HUGEPAGE);  // advice: refusal does not matter
+    if (data != nullptr && bytes >= kHugePage) madvise(data, bytes, MADV_HUGEPAGE);  // advice: refusal does not matter
     return data;
   }
   void release(void* data) override { std::free(data); }
@@ -55,7 +54,9 @@ void CpuBackend::copy_to_host(const Tensor& x, void* target) {
 }
 // Calls cost little here, so nothing is recorded.
 bool CpuBackend::can_record() const { return false; }
-void CpuBackend::begin_recording() { MT_THROW(DeviceError, "recording: the CPU runs work at once; ask can_record() first"); }
+void CpuBackend::begin_recording() {
+  MT_THROW(DeviceError, "recording: the CPU runs work at once; ask can_record() first");
+}
 std::unique_ptr<Recording> CpuBackend::end_recording() { return nullptr; }
 void CpuBackend::abandon_recording() noexcept {}
 

@@ -7,8 +7,7 @@
 namespace mantissa {
 namespace {
 
-template <class To, class From>
-To convert(From x) {
+template <class To, class From> To convert(From x) {
   if constexpr (std::is_same_v<To, From>) {
     return x;
   } else if constexpr (std::is_same_v<To, bool>) {
@@ -33,9 +32,8 @@ To convert(From x) {
 void CpuBackend::unary(const UnaryOp& variant, const Tensor& x, Tensor& y) {
   std::visit(
       [&](auto op) {
-        visit_float<CpuTypes>(op.name, x.dtype(), [&]<class T>() {
-          map_unary<compute_t<T>, T, T>(x, y, [op](auto v) { return op(v); });
-        });
+        visit_float<CpuTypes>(op.name, x.dtype(),
+                              [&]<class T>() { map_unary<compute_t<T>, T, T>(x, y, [op](auto v) { return op(v); }); });
       },
       variant);
 }
@@ -63,8 +61,7 @@ void CpuBackend::fill(double value, Tensor& y) {
 
 namespace {
 
-template <class From, class To>
-void convert_runs(const StridedPlan<2>& plan, const From* px, To* py) {
+template <class From, class To> void convert_runs(const StridedPlan<2>& plan, const From* px, To* py) {
   const std::int64_t sx = plan.inner_stride(0), sy = plan.inner_stride(1);
   for_each_run(plan, [&](const std::int64_t* at, std::int64_t n) {
     const From* x = px + at[0];
@@ -74,8 +71,7 @@ void convert_runs(const StridedPlan<2>& plan, const From* px, To* py) {
         std::memcpy(y, x, static_cast<std::size_t>(n) * sizeof(To));
         return;
       }
-    } else if constexpr (std::is_same_v<From, float> &&
-                         (std::is_same_v<To, float16> || std::is_same_v<To, bfloat16>)) {
+    } else if constexpr (std::is_same_v<From, float> && (std::is_same_v<To, float16> || std::is_same_v<To, bfloat16>)) {
       if (sx == 1 && sy == 1) return narrow_block(x, y, n);
     } else if constexpr (std::is_same_v<To, float> &&
                          (std::is_same_v<From, float16> || std::is_same_v<From, bfloat16>)) {

@@ -15,8 +15,8 @@ void CpuBackend::unary_grad(const UnaryOp& variant, const Tensor& g, const Tenso
       variant);
 }
 
-void CpuBackend::binary_grad(const BinaryOp& variant, int operand, const Tensor& g, const Tensor& a,
-                             const Tensor& b, Tensor& gx) {
+void CpuBackend::binary_grad(const BinaryOp& variant, int operand, const Tensor& g, const Tensor& a, const Tensor& b,
+                             Tensor& gx) {
   std::visit(
       [&](auto op) {
         const Tensor &va = op.reads_operands ? a : g, &vb = op.reads_operands ? b : g;

@@ -70,14 +70,14 @@ void any_gemm(std::int64_t m, std::int64_t n, std::int64_t k, T alpha, const T* 
 }  // namespace
 
 void gemm(std::int64_t m, std::int64_t n, std::int64_t k, float alpha, const float* a, std::int64_t a_row,
-          std::int64_t a_column, const float* b, std::int64_t b_row, std::int64_t b_column, float beta,
-          float* c, std::int64_t ldc) {
+          std::int64_t a_column, const float* b, std::int64_t b_row, std::int64_t b_column, float beta, float* c,
+          std::int64_t ldc) {
   any_gemm(m, n, k, alpha, a, a_row, a_column, b, b_row, b_column, beta, c, ldc);
 }
 
 void gemm(std::int64_t m, std::int64_t n, std::int64_t k, double alpha, const double* a, std::int64_t a_row,
-          std::int64_t a_column, const double* b, std::int64_t b_row, std::int64_t b_column, double beta,
-          double* c, std::int64_t ldc) {
+          std::int64_t a_column, const double* b, std::int64_t b_row, std::int64_t b_column, double beta, double* c,
+          std::int64_t ldc) {
   any_gemm(m, n, k, alpha, a, a_row, a_column, b, b_row, b_column, beta, c, ldc);
 }
 

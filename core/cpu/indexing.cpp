@@ -16,12 +16,11 @@ void CpuBackend::embedding(const Tensor& ids, const Tensor& w, Tensor& y) {
     const auto* pw = static_cast<const std::byte*>(w.data());
     auto* py = static_cast<std::byte*>(y.data());
     if (row_bytes == 0) return;
-    parallel_for(n, std::max<std::int64_t>(1, kParallelGrain / columns),
-                 [&](std::int64_t begin, std::int64_t end) {
-                   for (std::int64_t i = begin; i < end; ++i)
-                     std::memcpy(py + static_cast<std::size_t>(i) * row_bytes,
-                                 pw + static_cast<std::size_t>(pi[i]) * row_bytes, row_bytes);
-                 });
+    parallel_for(n, std::max<std::int64_t>(1, kParallelGrain / columns), [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t i = begin; i < end; ++i)
+        std::memcpy(py + static_cast<std::size_t>(i) * row_bytes, pw + static_cast<std::size_t>(pi[i]) * row_bytes,
+                    row_bytes);
+    });
   });
 }
 
@@ -56,8 +55,7 @@ namespace {
 /// Calls f(address in the indexed tensor, address in the one shaped like index) for each index, in row-major
 /// order.
 template <class T, class U, class F>
-void for_each_indexed(const Tensor& indexed, int axis, const Tensor& index, const Tensor& plain,
-                      const char* op, F f) {
+void for_each_indexed(const Tensor& indexed, int axis, const Tensor& index, const Tensor& plain, const char* op, F f) {
   T* pi = static_cast<T*>(indexed.data());
   U* pp = static_cast<U*>(plain.data());
   visit_index(op, index.dtype(), [&]<class I>() {
@@ -68,25 +66,24 @@ void for_each_indexed(const Tensor& indexed, int axis, const Tensor& index, cons
     for (int a = 0; a < rank; ++a)
       if (a != axis) outer *= index.shape()[a];
     const std::int64_t length = index.shape()[axis];
-    parallel_for(
-        outer, std::max<std::int64_t>(1, kParallelGrain / std::max<std::int64_t>(length, 1)),
-        [&](std::int64_t begin, std::int64_t end) {
-          for (std::int64_t o = begin; o < end; ++o) {
-            std::int64_t rest = o, at_index = 0, at_plain = 0, at_indexed = 0;
-            for (int a = rank - 1; a >= 0; --a) {
-              if (a == axis) continue;
-              const std::int64_t i = rest % index.shape()[a];
-              rest /= index.shape()[a];
-              at_index += i * index.strides()[a];
-              at_plain += i * plain.strides()[a];
-              at_indexed += i * indexed.strides()[a];
-            }
-            for (std::int64_t k = 0; k < length; ++k) {
-              const auto target = static_cast<std::int64_t>(px[at_index + k * index.strides()[axis]]);
-              f(pi[at_indexed + target * indexed.strides()[axis]], pp[at_plain + k * plain.strides()[axis]]);
-            }
-          }
-        });
+    parallel_for(outer, std::max<std::int64_t>(1, kParallelGrain / std::max<std::int64_t>(length, 1)),
+                 [&](std::int64_t begin, std::int64_t end) {
+                   for (std::int64_t o = begin; o < end; ++o) {
+                     std::int64_t rest = o, at_index = 0, at_plain = 0, at_indexed = 0;
+                     for (int a = rank - 1; a >= 0; --a) {
+                       if (a == axis) continue;
+                       const std::int64_t i = rest % index.shape()[a];
+                       rest /= index.shape()[a];
+                       at_index += i * index.strides()[a];
+                       at_plain += i * plain.strides()[a];
+                       at_indexed += i * indexed.strides()[a];
+                     }
+                     for (std::int64_t k = 0; k < length; ++k) {
+                       const auto target = static_cast<std::int64_t>(px[at_index + k * index.strides()[axis]]);
+                       f(pi[at_indexed + target * indexed.strides()[axis]], pp[at_plain + k * plain.strides()[axis]]);
+                     }
+                   }
+                 });
   });
 }
 
@@ -103,13 +100,11 @@ void CpuBackend::scatter_add(const Tensor& x, int axis, const Tensor& index, Ten
   if (index.numel() == 0) return;
   visit_float<CpuTypes>("scatter_add", x.dtype(), [&]<class T>() {
     using A = compute_t<T>;
-    for_each_indexed<A, T>(y, axis, index, x, "scatter_add",
-                           [](A& to, const T& from) { to += static_cast<A>(from); });
+    for_each_indexed<A, T>(y, axis, index, x, "scatter_add", [](A& to, const T& from) { to += static_cast<A>(from); });
   });
 }
 
-bool CpuBackend::indices_in_range(const Tensor& index, std::int64_t low, std::int64_t high,
-                                  std::int64_t ignored) {
+bool CpuBackend::indices_in_range(const Tensor& index, std::int64_t low, std::int64_t high, std::int64_t ignored) {
   std::atomic<bool> good{true};
   const auto plan = make_plan<1>(index.shape(), {&index});
   visit_index("index", index.dtype(), [&]<class I>() {

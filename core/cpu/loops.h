@@ -8,8 +8,7 @@
 namespace mantissa {
 
 /// The offsets of the rows of a plan, one after another.
-template <int N>
-class RowCursor {
+template <int N> class RowCursor {
  public:
   RowCursor(const StridedPlan<N>& plan, std::int64_t row) : plan_(plan) {
     for (int axis = plan.rank - 2; axis >= 0; --axis) {
@@ -35,8 +34,7 @@ class RowCursor {
 
 /// Calls f(offsets, n) for runs of at most kBlock elements along the innermost axis; offsets[k] is operand
 /// k's first element.
-template <int N, class F>
-void for_each_run(const StridedPlan<N>& plan, F&& f) {
+template <int N, class F> void for_each_run(const StridedPlan<N>& plan, F&& f) {
   const std::int64_t inner = plan.inner(), rows = plan.rows();
   if (plan.numel == 0) return;
   const std::int64_t blocks = (inner + kBlock - 1) / kBlock;
@@ -56,8 +54,7 @@ void for_each_run(const StridedPlan<N>& plan, F&& f) {
   });
 }
 
-template <class A, class TX, class TY, class F>
-void map_unary(const Tensor& x, Tensor& y, F f) {
+template <class A, class TX, class TY, class F> void map_unary(const Tensor& x, Tensor& y, F f) {
   const auto plan = make_plan<2>(y.shape(), {&x, &y});
   const TX* px = static_cast<const TX*>(x.data());
   TY* py = static_cast<TY*>(y.data());

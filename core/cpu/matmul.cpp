@@ -48,8 +48,7 @@ std::int64_t batch_offset(const Tensor& x, std::int64_t index) {
 }
 
 /// What happens to a finished product before it is rounded into y.
-template <class A, class TY>
-class Epilogue {
+template <class A, class TY> class Epilogue {
  public:
   Epilogue(const MatmulOptions& o, Tensor& y, bool in_place)
       : o_(o),
@@ -71,15 +70,14 @@ class Epilogue {
   /// offset `at` of y.
   void operator()(std::int64_t index, std::int64_t first_row, std::int64_t rows, A* c, std::int64_t ldc,
                   std::int64_t at) const {
-    parallel_for(rows, std::max<std::int64_t>(1, kParallelGrain / n_),
-                 [&](std::int64_t begin, std::int64_t end) {
-                   for (std::int64_t i = begin; i < end; ++i)
-                     for (std::int64_t first = 0; first < n_; first += kBlock) {
-                       const std::int64_t row = first_row + i;
-                       block((index * m_ + row) * n_ + first, c + i * ldc + first,
-                             at + row * row_ + first * column_, first, std::min(kBlock, n_ - first));
-                     }
-                 });
+    parallel_for(rows, std::max<std::int64_t>(1, kParallelGrain / n_), [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t i = begin; i < end; ++i)
+        for (std::int64_t first = 0; first < n_; first += kBlock) {
+          const std::int64_t row = first_row + i;
+          block((index * m_ + row) * n_ + first, c + i * ldc + first, at + row * row_ + first * column_, first,
+                std::min(kBlock, n_ - first));
+        }
+    });
   }
 
  private:
@@ -89,8 +87,7 @@ class Epilogue {
       const A* bias = bias_.data() + first;
       for (std::int64_t i = 0; i < n; ++i) values[i] += bias[i];
     }
-    if (o_.pre_activation != nullptr)
-      store_block<A>(values, static_cast<TY*>(o_.pre_activation->data()) + dense, 1, n);
+    if (o_.pre_activation != nullptr) store_block<A>(values, static_cast<TY*>(o_.pre_activation->data()) + dense, 1, n);
     if (o_.activation == Activation::relu)
       for (std::int64_t i = 0; i < n; ++i) values[i] = Relu{}(values[i]);
     if (o_.activation == Activation::gelu_tanh)
@@ -118,8 +115,7 @@ class Epilogue {
 };
 
 /// Rows [first, first + rows) of a matrix [m, k] in the compute type: in place, or widened into `buffer`.
-template <class A, class TA>
-struct RowBlock {
+template <class A, class TA> struct RowBlock {
   const A* data;
   std::int64_t row, column;
   RowBlock(const TA* a, std::int64_t a_row, std::int64_t a_column, std::int64_t first, std::int64_t rows,
@@ -132,8 +128,7 @@ struct RowBlock {
       const bool by_rows = a_column == 1;
       row = by_rows ? k : 1;
       column = by_rows ? 1 : rows;
-      const std::int64_t outer = by_rows ? rows : k, inner = by_rows ? k : rows,
-                         stride = by_rows ? a_row : a_column;
+      const std::int64_t outer = by_rows ? rows : k, inner = by_rows ? k : rows, stride = by_rows ? a_row : a_column;
       parallel_for(outer, std::max<std::int64_t>(1, kParallelGrain / std::max<std::int64_t>(inner, 1)),
                    [&](std::int64_t begin, std::int64_t end) {
                      for (std::int64_t i = begin; i < end; ++i)
@@ -152,8 +147,8 @@ void multiply(const Tensor& a, const Tensor& b, const MatmulOptions& o, Tensor& 
   const TA* pa = static_cast<const TA*>(a.data());
   const A* pb = static_cast<const A*>(b.data());
   TY* py = static_cast<TY*>(y.data());
-  const bool plain = o.bias == nullptr && o.activation == Activation::none &&
-                     o.grad_activation == Activation::none && !o.pre_activation;
+  const bool plain = o.bias == nullptr && o.activation == Activation::none && o.grad_activation == Activation::none &&
+                     !o.pre_activation;
   const bool by_rows = y.stride(-1) == 1 && (y.stride(-2) >= n || m == 1);
   const bool by_columns =
       plain && std::is_same_v<A, TA> && !by_rows && y.stride(-2) == 1 && y.stride(-1) >= m;  // y^T = b^T a^T
@@ -169,11 +164,10 @@ void multiply(const Tensor& a, const Tensor& b, const MatmulOptions& o, Tensor& 
   const Epilogue<A, TY> epilogue(o, y, in_place);
   const A alpha = static_cast<A>(o.alpha), beta = in_place && o.accumulate ? A(1) : A(0);
   const auto run = [&](std::int64_t task) {
-    const std::int64_t index = task / blocks, first = task % blocks * block,
-                       rows = std::min(block, m - first), at = batch_offset(y, index);
+    const std::int64_t index = task / blocks, first = task % blocks * block, rows = std::min(block, m - first),
+                       at = batch_offset(y, index);
     A* buffer = shared ? each.data() : one.data();
-    const RowBlock<A, TA> left(pa + batch_offset(a, index), a.stride(-2), a.stride(-1), first, rows, k,
-                               buffer);
+    const RowBlock<A, TA> left(pa + batch_offset(a, index), a.stride(-2), a.stride(-1), first, rows, k, buffer);
     const A* right = pb + batch_offset(b, index);
     A* c = buffer + size_a;
     std::int64_t ldc = n;
@@ -184,11 +178,9 @@ void multiply(const Tensor& a, const Tensor& b, const MatmulOptions& o, Tensor& 
       }
     }
     if (in_place && by_columns) {
-      gemm(n, rows, k, alpha, right, b.stride(-1), b.stride(-2), left.data, left.column, left.row, beta, c,
-           ldc);
+      gemm(n, rows, k, alpha, right, b.stride(-1), b.stride(-2), left.data, left.column, left.row, beta, c, ldc);
     } else {
-      gemm(rows, n, k, alpha, left.data, left.row, left.column, right, b.stride(-2), b.stride(-1), beta, c,
-           ldc);
+      gemm(rows, n, k, alpha, left.data, left.row, left.column, right, b.stride(-2), b.stride(-1), beta, c, ldc);
     }
     if (!in_place || !plain) epilogue(index, first, rows, c, ldc, at);
   };

@@ -17,8 +17,7 @@ inline constexpr std::int64_t kParallelGrain = 16384;
 /// Carries the first exception out of a parallel region, where it must not leave on its own.
 class FirstError {
  public:
-  template <class F>
-  void guard(F&& f) noexcept {
+  template <class F> void guard(F&& f) noexcept {
     if (failed_.load(std::memory_order_relaxed)) return;
     try {
       f();
@@ -37,8 +36,7 @@ class FirstError {
 
 /// Runs f(begin, end) over [0, n) in pieces of `grain`, on several threads when there is more than one piece.
 /// The pieces do not depend on the number of threads.
-template <class F>
-void parallel_for(std::int64_t n, std::int64_t grain, F&& f) {
+template <class F> void parallel_for(std::int64_t n, std::int64_t grain, F&& f) {
   if (n <= 0) return;
   grain = std::max<std::int64_t>(grain, 1);
   const std::int64_t pieces = (n - 1) / grain + 1;
@@ -54,8 +52,7 @@ void parallel_for(std::int64_t n, std::int64_t grain, F&& f) {
 }
 
 /// Runs f(i) for large tasks of unequal cost.
-template <class F>
-void parallel_tasks(std::int64_t n, F&& f) {
+template <class F> void parallel_tasks(std::int64_t n, F&& f) {
   FirstError error;
 #pragma omp parallel for schedule(dynamic) if (n > 1)
   for (std::int64_t i = 0; i < n; ++i) error.guard([&] { f(i); });

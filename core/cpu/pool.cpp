@@ -17,19 +17,16 @@ struct Window {
 
   /// f(offset of the pixel's channels) for the pixels of one window that lie inside the image, in row-major
   /// order.
-  template <class F>
-  void pixels(std::int64_t row, std::int64_t column, F f) const {
+  template <class F> void pixels(std::int64_t row, std::int64_t column, F f) const {
     const std::int64_t y0 = row * o.stride[0] - o.padding[0], x0 = column * o.stride[1] - o.padding[1];
     for (std::int64_t i = std::max<std::int64_t>(y0, 0); i < std::min(y0 + o.kernel[0], h); ++i)
-      for (std::int64_t j = std::max<std::int64_t>(x0, 0); j < std::min(x0 + o.kernel[1], w); ++j)
-        f((i * w + j) * c);
+      for (std::int64_t j = std::max<std::int64_t>(x0, 0); j < std::min(x0 + o.kernel[1], w); ++j) f((i * w + j) * c);
   }
   /// What an average divides by: the window within the padded image, or only the pixels inside.
   std::int64_t divisor(std::int64_t row, std::int64_t column) const {
     const std::int64_t y0 = row * o.stride[0] - o.padding[0], x0 = column * o.stride[1] - o.padding[1];
     if (o.count_include_pad)
-      return (std::min(y0 + o.kernel[0], h + o.padding[0]) - y0) *
-             (std::min(x0 + o.kernel[1], w + o.padding[1]) - x0);
+      return (std::min(y0 + o.kernel[0], h + o.padding[0]) - y0) * (std::min(x0 + o.kernel[1], w + o.padding[1]) - x0);
     return (std::min(y0 + o.kernel[0], h) - std::max<std::int64_t>(y0, 0)) *
            (std::min(x0 + o.kernel[1], w) - std::max<std::int64_t>(x0, 0));
   }
@@ -55,15 +52,13 @@ void pool_window(Pooling kind, const Window& s, const T* image, std::int64_t row
 
 /// Adds a window's gradient to the first of its pixels that equals the maximum.
 template <class A, class T>
-void max_gradient(const Window& s, const T* image, std::int64_t row, std::int64_t column,
-                  const A* __restrict g, const A* __restrict best, A* sums, A* buffer,
-                  std::int32_t* __restrict taken) {
+void max_gradient(const Window& s, const T* image, std::int64_t row, std::int64_t column, const A* __restrict g,
+                  const A* __restrict best, A* sums, A* buffer, std::int32_t* __restrict taken) {
   std::fill_n(taken, s.c, 0);
   s.pixels(row, column, [&](std::int64_t at) {
     const A* __restrict v = load_block<A>(image + at, 1, s.c, buffer);
     A* __restrict target = sums + at;
-    for (std::int64_t ch = 0; ch < s.c;
-         ++ch) {  // without branches, so that it vectorises; both are NaN or both equal
+    for (std::int64_t ch = 0; ch < s.c; ++ch) {  // without branches, so that it vectorises; both are NaN or both equal
       const int equal = static_cast<int>(v[ch] == best[ch]) |
                         (static_cast<int>(v[ch] != v[ch]) & static_cast<int>(best[ch] != best[ch]));
       const int hit = equal & ~taken[ch];
@@ -90,8 +85,7 @@ void CpuBackend::pool2d(Pooling kind, const Tensor& x, const Pool2dOptions& opti
                      for (std::int64_t column = 0; column < s.ow; ++column) {
                        T* out = py + (r * s.ow + column) * s.c;
                        A* result = result_block<A>(out, 1, buffer + s.c);
-                       pool_window(kind, s, px + r / s.oh * s.h * s.w * s.c, r % s.oh, column, result,
-                                   buffer);
+                       pool_window(kind, s, px + r / s.oh * s.h * s.w * s.c, r % s.oh, column, result, buffer);
                        store_block<A>(result, out, 1, s.c);
                      }
                  });
@@ -111,31 +105,29 @@ void CpuBackend::pool2d_grad(Pooling kind, const Tensor& g, const Tensor& x, con
     const std::int64_t size = s.h * s.w * s.c;
     const ThreadScratch<A> scratch(size + 3 * s.c);
     const ThreadScratch<std::int32_t> flags(s.c);
-    parallel_for(s.n, std::max<std::int64_t>(1, kParallelGrain / size),
-                 [&](std::int64_t begin, std::int64_t end) {
-                   A* buffer = scratch.data();
-                   for (std::int64_t image = begin; image < end; ++image) {
-                     A* sums = result_block<A>(pgx + image * size, 1, buffer + 3 * s.c);
-                     std::fill_n(sums, size, A(0));
-                     for (std::int64_t row = 0; row < s.oh; ++row)
-                       for (std::int64_t column = 0; column < s.ow; ++column) {
-                         const std::int64_t out = ((image * s.oh + row) * s.ow + column) * s.c;
-                         const A* __restrict vg = load_block<A>(pg + out, 1, s.c, buffer);
-                         if (kind == Pooling::max) {
-                           const A* best = load_block<A>(py + out, 1, s.c, buffer + s.c);
-                           max_gradient(s, px + image * size, row, column, vg, best, sums, buffer + 2 * s.c,
-                                        flags.data());
-                           continue;
-                         }
-                         const A scale = A(1) / static_cast<A>(s.divisor(row, column));
-                         s.pixels(row, column, [&](std::int64_t at) {
-                           A* __restrict target = sums + at;
-                           for (std::int64_t ch = 0; ch < s.c; ++ch) target[ch] += vg[ch] * scale;
-                         });
-                       }
-                     store_block<A>(sums, pgx + image * size, 1, size);
-                   }
-                 });
+    parallel_for(s.n, std::max<std::int64_t>(1, kParallelGrain / size), [&](std::int64_t begin, std::int64_t end) {
+      A* buffer = scratch.data();
+      for (std::int64_t image = begin; image < end; ++image) {
+        A* sums = result_block<A>(pgx + image * size, 1, buffer + 3 * s.c);
+        std::fill_n(sums, size, A(0));
+        for (std::int64_t row = 0; row < s.oh; ++row)
+          for (std::int64_t column = 0; column < s.ow; ++column) {
+            const std::int64_t out = ((image * s.oh + row) * s.ow + column) * s.c;
+            const A* __restrict vg = load_block<A>(pg + out, 1, s.c, buffer);
+            if (kind == Pooling::max) {
+              const A* best = load_block<A>(py + out, 1, s.c, buffer + s.c);
+              max_gradient(s, px + image * size, row, column, vg, best, sums, buffer + 2 * s.c, flags.data());
+              continue;
+            }
+            const A scale = A(1) / static_cast<A>(s.divisor(row, column));
+            s.pixels(row, column, [&](std::int64_t at) {
+              A* __restrict target = sums + at;
+              for (std::int64_t ch = 0; ch < s.c; ++ch) target[ch] += vg[ch] * scale;
+            });
+          }
+        store_block<A>(sums, pgx + image * size, 1, size);
+      }
+    });
   });
 }
 

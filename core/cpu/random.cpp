@@ -55,8 +55,7 @@ void CpuBackend::dropout(const Tensor& x, double p, PhiloxState state, Tensor& y
           philox_run(state.seed, state.offset + static_cast<std::uint64_t>((first + i) / 4), bits + i);
         const A* v = load_block<A>(px + first, 1, n, buffer);
         A* r = result_block<A>(py + first, 1, result);
-        for (std::int64_t i = 0; i < n; ++i)
-          r[i] = uniform_from_bits(bits[i]) >= threshold ? v[i] * factor : A(0);
+        for (std::int64_t i = 0; i < n; ++i) r[i] = uniform_from_bits(bits[i]) >= threshold ? v[i] * factor : A(0);
         store_block<A>(r, py + first, 1, n);
       }
     });
@@ -77,8 +76,7 @@ void CpuBackend::random(RandomKind kind, double a, double b, PhiloxState state, 
         if (kind == RandomKind::normal) {  // Box-Muller, on (0, 1] for the logarithm
           for (int pair = 0; pair < 4; pair += 2) {
             const double u = static_cast<double>(uniform_from_bits(bits.lane[pair])) + 0x1p-24;
-            const double angle =
-                6.283185307179586 * static_cast<double>(uniform_from_bits(bits.lane[pair + 1]));
+            const double angle = 6.283185307179586 * static_cast<double>(uniform_from_bits(bits.lane[pair + 1]));
             const double radius = std::sqrt(-2 * std::log(u));
             value[pair] = a + b * (radius * std::cos(angle));
             value[pair + 1] = a + b * (radius * std::sin(angle));

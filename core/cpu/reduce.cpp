@@ -28,8 +28,7 @@ struct Axes {
   }
 };
 
-template <class R, class A, class TX, class TY>
-class Reducer {
+template <class R, class A, class TX, class TY> class Reducer {
  public:
   Reducer(const Tensor& x, Tensor& y, bool accumulate, double factor)
       : px_(static_cast<const TX*>(x.data())),
@@ -58,8 +57,8 @@ class Reducer {
 
   // The innermost axis is reduced: each run of it gives one partial result.
   void along_rows() {
-    const std::int64_t outputs = kept_.count(), rows = reduced_.count(),
-                       blocks = (inner_ + kBlock - 1) / kBlock, runs = rows * blocks;
+    const std::int64_t outputs = kept_.count(), rows = reduced_.count(), blocks = (inner_ + kBlock - 1) / kBlock,
+                       runs = rows * blocks;
     const auto partial = [&](std::int64_t x_base, std::int64_t run) {
       std::int64_t at, unused;
       reduced_.offsets(run / blocks, at, unused);
@@ -101,30 +100,29 @@ class Reducer {
   // The innermost axis is kept: rows are combined element by element, in chunks of a fixed number of rows.
   void across_rows() {
     constexpr std::int64_t kChunk = 256;
-    const std::int64_t outer = kept_.count(), rows = reduced_.count(),
-                       blocks = (inner_ + kBlock - 1) / kBlock, chunks = (rows + kChunk - 1) / kChunk;
+    const std::int64_t outer = kept_.count(), rows = reduced_.count(), blocks = (inner_ + kBlock - 1) / kBlock,
+                       chunks = (rows + kChunk - 1) / kChunk;
     std::vector<A> partials(static_cast<std::size_t>(outer * chunks * inner_));
     const std::int64_t cost = std::min(rows, kChunk) * std::min(inner_, kBlock);
-    parallel_for(
-        outer * chunks * blocks, std::max<std::int64_t>(1, kParallelGrain / cost),
-        [&](std::int64_t begin, std::int64_t end) {
-          alignas(64) A buffer[kBlock];
-          for (std::int64_t task = begin; task < end; ++task) {
-            const std::int64_t block = task % blocks, chunk = task / blocks % chunks,
-                               o = task / blocks / chunks;
-            std::int64_t x_base, unused;
-            kept_.offsets(o, x_base, unused);
-            const std::int64_t first = block * kBlock, n = std::min(kBlock, inner_ - first);
-            A* sums = partials.data() + (o * chunks + chunk) * inner_ + first;
-            std::fill_n(sums, n, R::start);
-            for (std::int64_t row = chunk * kChunk; row < std::min(rows, (chunk + 1) * kChunk); ++row) {
-              std::int64_t at;
-              reduced_.offsets(row, at, unused);
-              const A* values = load_block<A>(px_ + x_base + at + first * stride_, stride_, n, buffer);
-              for (std::int64_t i = 0; i < n; ++i) sums[i] = R::combine(sums[i], values[i]);
-            }
-          }
-        });
+    parallel_for(outer * chunks * blocks, std::max<std::int64_t>(1, kParallelGrain / cost),
+                 [&](std::int64_t begin, std::int64_t end) {
+                   alignas(64) A buffer[kBlock];
+                   for (std::int64_t task = begin; task < end; ++task) {
+                     const std::int64_t block = task % blocks, chunk = task / blocks % chunks,
+                                        o = task / blocks / chunks;
+                     std::int64_t x_base, unused;
+                     kept_.offsets(o, x_base, unused);
+                     const std::int64_t first = block * kBlock, n = std::min(kBlock, inner_ - first);
+                     A* sums = partials.data() + (o * chunks + chunk) * inner_ + first;
+                     std::fill_n(sums, n, R::start);
+                     for (std::int64_t row = chunk * kChunk; row < std::min(rows, (chunk + 1) * kChunk); ++row) {
+                       std::int64_t at;
+                       reduced_.offsets(row, at, unused);
+                       const A* values = load_block<A>(px_ + x_base + at + first * stride_, stride_, n, buffer);
+                       for (std::int64_t i = 0; i < n; ++i) sums[i] = R::combine(sums[i], values[i]);
+                     }
+                   }
+                 });
     for (std::int64_t o = 0; o < outer; ++o) {
       std::int64_t unused, y_at;
       kept_.offsets(o, unused, y_at);
@@ -157,8 +155,7 @@ void CpuBackend::reduce(ReduceOp op, const Tensor& x, bool accumulate, Tensor& y
          y);
     return;
   }
-  const double factor =
-      op == ReduceOp::mean ? static_cast<double>(y.numel()) / static_cast<double>(x.numel()) : 1;
+  const double factor = op == ReduceOp::mean ? static_cast<double>(y.numel()) / static_cast<double>(x.numel()) : 1;
   visit_float<CpuTypes>("reduce", x.dtype(), [&]<class TX>() {
     using A = compute_t<TX>;
     const auto with = [&]<class TY>() {

@@ -10,8 +10,7 @@ namespace mantissa {
 namespace {
 
 /// Largest element of a row; NaN when there is one.
-template <class A, class T>
-A largest_of(const T* x, std::int64_t n) {
+template <class A, class T> A largest_of(const T* x, std::int64_t n) {
   A largest = MaxOf<A>::start;
   for_each_block<A>(x, n, [&](const A* v, std::int64_t, std::int64_t count) {
     largest = MaxOf<A>::combine(largest, row_max(v, count));
@@ -20,8 +19,7 @@ A largest_of(const T* x, std::int64_t n) {
 }
 
 /// Sum of exp(x - largest).
-template <class A, class T>
-A sum_of_exponentials(const T* x, std::int64_t n, A largest) {
+template <class A, class T> A sum_of_exponentials(const T* x, std::int64_t n, A largest) {
   alignas(64) A e[kBlock];
   A total = 0;
   for_each_block<A>(x, n, [&](const A* v, std::int64_t, std::int64_t count) {
@@ -31,8 +29,7 @@ A sum_of_exponentials(const T* x, std::int64_t n, A largest) {
   return total;
 }
 
-template <class A, class TX, class TY>
-void softmax_row(const TX* x, std::int64_t n, bool log, TY* y, A* exponentials) {
+template <class A, class TX, class TY> void softmax_row(const TX* x, std::int64_t n, bool log, TY* y, A* exponentials) {
   const A largest = largest_of<A>(x, n);
   alignas(64) A buffer[kBlock];
   if (log) {
@@ -58,21 +55,18 @@ void softmax_row(const TX* x, std::int64_t n, bool log, TY* y, A* exponentials) 
   });
 }
 
-template <class A, class T>
-void softmax_grad_row(const T* g, const T* y, std::int64_t n, bool log, T* gx) {
+template <class A, class T> void softmax_grad_row(const T* g, const T* y, std::int64_t n, bool log, T* gx) {
   alignas(64) A buffer_g[kBlock], buffer_y[kBlock], buffer[kBlock];
   A total = 0;  // of g, or of g y
   for (std::int64_t first = 0; first < n; first += kBlock) {
     const std::int64_t count = std::min(kBlock, n - first);
-    const A *vg = load_block<A>(g + first, 1, count, buffer_g),
-            *vy = load_block<A>(y + first, 1, count, buffer_y);
+    const A *vg = load_block<A>(g + first, 1, count, buffer_g), *vy = load_block<A>(y + first, 1, count, buffer_y);
     total += log ? lane_sum<A>(count, [=](std::int64_t i) { return vg[i]; })
                  : lane_sum<A>(count, [=](std::int64_t i) { return vg[i] * vy[i]; });
   }
   for (std::int64_t first = 0; first < n; first += kBlock) {
     const std::int64_t count = std::min(kBlock, n - first);
-    const A *vg = load_block<A>(g + first, 1, count, buffer_g),
-            *vy = load_block<A>(y + first, 1, count, buffer_y);
+    const A *vg = load_block<A>(g + first, 1, count, buffer_g), *vy = load_block<A>(y + first, 1, count, buffer_y);
     A* r = result_block<A>(gx + first, 1, buffer);
     if (log) {
       for (std::int64_t i = 0; i < count; ++i) r[i] = vg[i] - math::exp(vy[i]) * total;
@@ -117,8 +111,8 @@ void CpuBackend::softmax_grad(const Tensor& g, const Tensor& y, bool log, Tensor
   });
 }
 
-void CpuBackend::cross_entropy(const Tensor& x, const Tensor& targets, const CrossEntropyOptions& options,
-                               Tensor& loss, Tensor& lse, Tensor& count) {
+void CpuBackend::cross_entropy(const Tensor& x, const Tensor& targets, const CrossEntropyOptions& options, Tensor& loss,
+                               Tensor& lse, Tensor& count) {
   const std::int64_t classes = x.size(-1), rows = x.size(0);
   visit_float<CpuTypes>("cross_entropy", x.dtype(), [&]<class T>() {
     using A = compute_t<T>;
@@ -132,8 +126,7 @@ void CpuBackend::cross_entropy(const Tensor& x, const Tensor& targets, const Cro
       parallel_for(rows, row_grain(classes), [&](std::int64_t begin, std::int64_t end) {
         for (std::int64_t row = begin; row < end; ++row) {
           const T* v = px + row * classes;
-          const A largest = largest_of<A>(v, classes),
-                  log_sum = std::log(sum_of_exponentials(v, classes, largest));
+          const A largest = largest_of<A>(v, classes), log_sum = std::log(sum_of_exponentials(v, classes, largest));
           plse[row] = largest + log_sum;
           each[row] = 0;
           if (pt[row] == options.ignore_index) continue;
@@ -157,8 +150,8 @@ void CpuBackend::cross_entropy(const Tensor& x, const Tensor& targets, const Cro
 }
 
 void CpuBackend::cross_entropy_grad(const Tensor& g, const Tensor& x, const Tensor& targets,
-                                    const CrossEntropyOptions& options, const Tensor& lse,
-                                    const Tensor& count, Tensor& gx) {
+                                    const CrossEntropyOptions& options, const Tensor& lse, const Tensor& count,
+                                    Tensor& gx) {
   const std::int64_t classes = x.size(-1), rows = x.size(0);
   visit_float<CpuTypes>("cross_entropy", x.dtype(), [&]<class T>() {
     using A = compute_t<T>;

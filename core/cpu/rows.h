@@ -13,8 +13,7 @@ inline std::int64_t row_grain(std::int64_t columns) {
 }
 
 /// Calls f(values, first, count) for blocks of a row in the compute type.
-template <class A, class T, class F>
-void for_each_block(const T* x, std::int64_t n, F f) {
+template <class A, class T, class F> void for_each_block(const T* x, std::int64_t n, F f) {
   alignas(64) A buffer[kBlock];
   for (std::int64_t first = 0; first < n; first += kBlock) {
     const std::int64_t count = std::min(kBlock, n - first);
@@ -23,8 +22,7 @@ void for_each_block(const T* x, std::int64_t n, F f) {
 }
 
 /// Sum of f(values, i) over the elements of a row.
-template <class A, class T, class F>
-A row_sum(const T* x, std::int64_t n, F f) {
+template <class A, class T, class F> A row_sum(const T* x, std::int64_t n, F f) {
   A total = 0;
   for_each_block<A>(x, n, [&](const A* v, std::int64_t, std::int64_t count) {
     total += lane_sum<A>(count, [&](std::int64_t i) { return f(v[i]); });

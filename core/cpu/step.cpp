@@ -16,13 +16,11 @@ struct Check {
   std::int64_t infs = 0, nans = 0;
 };
 
-template <class T>
-Check check_run(const T* x, std::int64_t n) {
+template <class T> Check check_run(const T* x, std::int64_t n) {
   Check c;
-  c.squares = lane_sum<double>(
-      n, [x](std::int64_t i) { return static_cast<double>(x[i]) * static_cast<double>(x[i]); });
-  if (!std::isfinite(
-          c.squares)) {  // rare: count what made it so (a finite f64 gradient may have an infinite square)
+  c.squares =
+      lane_sum<double>(n, [x](std::int64_t i) { return static_cast<double>(x[i]) * static_cast<double>(x[i]); });
+  if (!std::isfinite(c.squares)) {  // rare: count what made it so (a finite f64 gradient may have an infinite square)
     for (std::int64_t i = 0; i < n; ++i) {
       c.infs += std::isinf(x[i]) ? 1 : 0;
       c.nans += std::isnan(x[i]) ? 1 : 0;
@@ -32,8 +30,7 @@ Check check_run(const T* x, std::int64_t n) {
 }
 
 /// The gradient as the rule sees it: unscaled, then clipped; NaN stays.
-template <class T>
-struct Gradient {
+template <class T> struct Gradient {
   T factor, limit;
   T operator()(T g) const {
     const T value = g * factor;
@@ -60,8 +57,8 @@ void update_block(std::int64_t n, const Gradient<T> gradient, const SgdElement<T
 }
 
 template <class T>
-void update_block(std::int64_t n, const Gradient<T> gradient, const AdamElement<T> rule,
-                  const T* __restrict g, T* __restrict w, T* __restrict m, T* __restrict v) {
+void update_block(std::int64_t n, const Gradient<T> gradient, const AdamElement<T> rule, const T* __restrict g,
+                  T* __restrict w, T* __restrict m, T* __restrict v) {
   for (std::int64_t i = 0; i < n; ++i) {
     T weight = w[i], first = m[i], second = v[i];
     rule(gradient(g[i]), weight, first, second);
@@ -71,8 +68,7 @@ void update_block(std::int64_t n, const Gradient<T> gradient, const AdamElement<
   }
 }
 
-template <class T, class Rule>
-void update_tensor(const UpdateTensor& t, const StepState& s, const Rule& rule) {
+template <class T, class Rule> void update_tensor(const UpdateTensor& t, const StepState& s, const Rule& rule) {
   T* w = static_cast<T*>(t.parameter);
   const T* g = static_cast<const T*>(t.gradient);
   T *m = static_cast<T*>(t.state1), *v = static_cast<T*>(t.state2);
@@ -117,12 +113,14 @@ void CpuBackend::check_gradients(std::span<const Tensor> gradients, StepState* s
   state->nans = total.nans;
 }
 
-void CpuBackend::decide(const StepRules* rules, StepState* optimizer, ScaleState* scale, bool update_scale) {
+void CpuBackend::decide(const StepRules* rules, StepState* optimizer, ScaleState* scale, bool update_scale,
+                        StepState* mirror, ScaleState* scale_mirror) {
   decide_step(*rules, *optimizer, scale, update_scale);
+  if (mirror != nullptr) *mirror = *optimizer;
+  if (scale != nullptr && scale_mirror != nullptr) *scale_mirror = *scale;
 }
 
-void CpuBackend::sgd_update(std::span<const UpdateTensor> tensors, const SgdRule& rule,
-                            const StepState* state) {
+void CpuBackend::sgd_update(std::span<const UpdateTensor> tensors, const SgdRule& rule, const StepState* state) {
   if (state->verdict != Verdict::applied) return;
   for (const UpdateTensor& t : tensors) {
     const auto run = [&]<class T>() {
@@ -138,12 +136,10 @@ void CpuBackend::sgd_update(std::span<const UpdateTensor> tensors, const SgdRule
   }
 }
 
-void CpuBackend::adam_update(std::span<const UpdateTensor> tensors, const AdamRule& rule,
-                             const StepState* state) {
+void CpuBackend::adam_update(std::span<const UpdateTensor> tensors, const AdamRule& rule, const StepState* state) {
   if (state->verdict != Verdict::applied) return;
   const auto t_applied = static_cast<double>(state->applied);
-  const double correction1 = 1 - std::pow(rule.beta1, t_applied),
-               correction2 = 1 - std::pow(rule.beta2, t_applied);
+  const double correction1 = 1 - std::pow(rule.beta1, t_applied), correction2 = 1 - std::pow(rule.beta2, t_applied);
   for (const UpdateTensor& t : tensors) {
     const auto run = [&]<class T>() {
       const AdamElement<T> element{static_cast<T>(state->learning_rate * t.lr_scale),
