@@ -2,6 +2,9 @@
 // The code of the documentation, compiled. docs_test.cpp checks that every C++ block of README.md and docs/ stands here
 // or in an example, word for word.
 
+#include <cstdio>
+#include <functional>
+
 #include "mantissa/mantissa.h"
 
 namespace snippets {
@@ -57,6 +60,38 @@ inline void results(mt::optim::LossScaler& scaler, mt::optim::Optimizer& optimiz
   auto result = scaler.step(optimizer);
   result.verdict();    // applied, skipped_overflow, skipped_nan, at_floor, nothing_to_do
   result.grad_norm();  // of the unscaled gradients, before clipping
+}
+
+// docs/performance.md
+inline void captured(mt::nn::GPT& model, mt::optim::AdamW& optimizer, mt::optim::LossScaler& scaler,
+                     const mt::Tensor& tokens, const mt::Tensor& targets) {
+  mt::train::CapturedStep step([&](const mt::Tensor& x, const mt::Tensor& y) {
+    mt::Tensor loss;
+    {
+      mt::Autocast scope(mt::f16);
+      loss = model.loss(x, y);
+    }
+    scaler.backward(loss);
+    optimizer.clip_grad_norm(1.0);
+    scaler.step(optimizer);
+    return loss;
+  });
+  for (int i = 0; i < 100; ++i) {
+    mt::Tensor loss = step(tokens, targets);            // the first call runs, the second records, the rest replay
+    if (i % 10 == 0) std::printf("%f\n", loss.item());  // waiting is for outside
+  }
+  auto result = optimizer.last_result();  // of the newest step, a replayed one too
+}
+
+inline void count(mt::Device device, const std::function<void()>& step) {
+  const mt::BackendCounters before = mt::backend(device).counters;
+  for (int i = 0; i < 20; ++i) step();
+  const mt::BackendCounters after = mt::backend(device).counters;
+  std::printf("%lld waits, %lld casts, %lld launches a step\n",
+              static_cast<long long>(after.synchronizations - before.synchronizations),
+              static_cast<long long>(after.casts - before.casts),
+              static_cast<long long>((after.launches - before.launches) / 20));
+  std::printf("%s", mt::memory_report(device).c_str());
 }
 
 }  // namespace snippets
