@@ -105,17 +105,16 @@ void run(const Options& o) {
   // Without waiting in between: what a training loop sees.
   const auto begin = std::chrono::steady_clock::now();
   for (int i = 0; i < o.steps; ++i) loss = step();
-  const double queued =
-      std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count() / o.steps;
   const mt::BackendCounters after = backend.counters;
   const std::int64_t allocated = mt::memory_stats(device).source_allocations - allocations;
   backend.synchronize();
   const double pipelined =
       std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count() / o.steps;
-  std::vector<double> times;
+  std::vector<double> times, queued;  // queued: until the host has handed the step to the device
   for (int i = 0; i < o.steps; ++i) {
     const auto start = std::chrono::steady_clock::now();
     loss = step();
+    queued.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count());
     backend.synchronize();
     times.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count());
   }
@@ -128,8 +127,9 @@ void run(const Options& o) {
       "\"synchronizations\": %lld, \"casts\": %lld, "
       "\"driver_allocations\": %lld}\n",
       o.model.c_str(), o.precision.c_str(), o.capture ? "true" : "false", static_cast<long long>(o.batch), ms,
-      pipelined, queued, job.tokens / ms * 1e3, job.flops / ms * 1e-9, static_cast<double>(memory.peak) / (1 << 20),
-      loss.item(), static_cast<long long>((after.launches - before.launches) / o.steps),
+      pipelined, median(queued), job.tokens / ms * 1e3, job.flops / ms * 1e-9,
+      static_cast<double>(memory.peak) / (1 << 20), loss.item(),
+      static_cast<long long>((after.launches - before.launches) / o.steps),
       static_cast<long long>(after.synchronizations - before.synchronizations),
       static_cast<long long>((after.casts - before.casts) / o.steps), static_cast<long long>(allocated));
 }

@@ -1,11 +1,11 @@
 // Convolution on cuDNN, channels-last. Only deterministic algorithms that sum products, in the order in which
 // the library proposes them for a problem, so results do not depend on timing.
 #include <algorithm>
-#include <cstring>
 #include <span>
 #include <unordered_map>
 #include <vector>
 
+#include "cuda/bytes_hash.h"
 #include "cuda/cuda_check.h"
 #include "cuda/cudnn_state.h"
 
@@ -20,18 +20,6 @@ struct Problem {
   std::int32_t dtype, channels_first, tf32;
   std::int32_t n, c, h, w, o, kh, kw, oh, ow;
   std::int32_t stride[2], padding[2], dilation[2], groups;
-  bool operator==(const Problem& other) const { return std::memcmp(this, &other, sizeof *this) == 0; }
-};
-static_assert(std::has_unique_object_representations_v<Problem>);
-
-struct ProblemHash {
-  std::size_t operator()(const Problem& p) const {
-    std::uint32_t words[sizeof(Problem) / 4];
-    std::uint64_t h = 0x9E3779B97F4A7C15ull;
-    std::memcpy(words, &p, sizeof words);
-    for (const std::uint32_t w : words) h = (h ^ w) * 0xBF58476D1CE4E5B9ull, h ^= h >> 29;
-    return static_cast<std::size_t>(h);
-  }
 };
 
 /// Owns a descriptor of the library.
@@ -183,7 +171,7 @@ class Plan {
 }  // namespace
 
 struct ConvolutionPlans {
-  std::unordered_map<Problem, Plan, ProblemHash> of;
+  std::unordered_map<Problem, Plan, BytesHash, BytesEqual> of;
 };
 
 CudnnState& cudnn_state(const CudaBackend& backend) {

@@ -4,11 +4,11 @@
 #include <cudnn_frontend.h>
 
 #include <bit>
-#include <cstring>
 #include <mutex>
 #include <unordered_map>
 
 #include "cuda/attention.h"
+#include "cuda/bytes_hash.h"
 #include "cuda/cuda_check.h"
 #include "cuda/cudnn_handle.h"
 
@@ -32,18 +32,6 @@ struct Problem {
   Geometry q, k, v, y, g, gq, gk, gv;  // the last four are zero in forward
   std::uint64_t scale;                 // the bits of the double
   std::int32_t dtype, causal;
-
-  bool operator==(const Problem& other) const { return std::memcmp(this, &other, sizeof *this) == 0; }
-};
-static_assert(std::has_unique_object_representations_v<Problem>);
-
-struct ProblemHash {
-  std::size_t operator()(const Problem& p) const {
-    std::uint64_t words[sizeof(Problem) / 8], h = 0x9E3779B97F4A7C15ull;
-    std::memcpy(words, &p, sizeof words);
-    for (const std::uint64_t w : words) h = (h ^ w) * 0xBF58476D1CE4E5B9ull, h ^= h >> 29;
-    return static_cast<std::size_t>(h);
-  }
 };
 
 struct Plan {
@@ -153,7 +141,7 @@ Plan build_plan(cudnnHandle_t handle, const Problem& p) {
 /// Plans live as long as the process, for all devices.
 const Plan& plan_for(cudnnHandle_t handle, const Problem& p) {
   static std::mutex mutex;
-  static auto& plans = *new std::unordered_map<Problem, Plan, ProblemHash>;
+  static auto& plans = *new std::unordered_map<Problem, Plan, BytesHash, BytesEqual>;
   const std::lock_guard lock(mutex);
   auto it = plans.find(p);
   if (it == plans.end()) it = plans.emplace(p, build_plan(handle, p)).first;

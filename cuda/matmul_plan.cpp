@@ -107,18 +107,6 @@ Tensor random_matrices(CudaBackend& backend, std::int32_t type, std::int64_t bat
 
 }  // namespace
 
-bool MatmulProblem::operator==(const MatmulProblem& other) const {
-  return std::memcmp(this, &other, sizeof *this) == 0;
-}
-
-std::size_t MatmulProblemHash::operator()(const MatmulProblem& p) const {
-  static_assert(std::has_unique_object_representations_v<MatmulProblem>);
-  std::uint64_t words[sizeof(MatmulProblem) / 8], h = 0x9E3779B97F4A7C15ull;
-  std::memcpy(words, &p, sizeof words);
-  for (const std::uint64_t w : words) h = (h ^ w) * 0xBF58476D1CE4E5B9ull, h ^= h >> 29;
-  return static_cast<std::size_t>(h);
-}
-
 MatmulCache::MatmulCache(CudaBackend& backend, cublasLtHandle_t handle)
     : backend_(backend), handle_(handle), workspace_(backend.workspace(kWorkspace)) {}
 

@@ -8,6 +8,7 @@
 #include <span>
 #include <unordered_map>
 
+#include "cuda/bytes_hash.h"
 #include "cuda/cuda_backend.h"
 
 namespace mantissa {
@@ -21,12 +22,6 @@ struct MatmulProblem {
   std::int32_t a_by_columns, b_by_columns;
   std::int32_t compute, epilogue;            // cublasComputeType_t, cublasLtEpilogue_t
   std::int32_t alignment_in, alignment_out;  // bytes, at most 256: of a and b; of y, bias and aux
-
-  bool operator==(const MatmulProblem& other) const;
-};
-
-struct MatmulProblemHash {
-  std::size_t operator()(const MatmulProblem& p) const;
 };
 
 struct MatmulOperands {
@@ -61,7 +56,7 @@ struct MatmulCache {
   CudaBackend& backend_;
   cublasLtHandle_t handle_;
   std::mutex mutex_;  // guards the plans, and the descriptors while a call sets their pointers
-  std::unordered_map<MatmulProblem, Plan, MatmulProblemHash> plans_;
+  std::unordered_map<MatmulProblem, Plan, BytesHash, BytesEqual> plans_;
   Tensor workspace_;
 };
 

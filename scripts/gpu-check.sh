@@ -43,32 +43,33 @@ for stage in "${stages[@]}"; do
         fi' || status=1
       ;;
     sanitize)
-      # Small shapes: the sanitizers slow kernels down by ten to a hundred times.
-      for tool in ${MANTISSA_SANITIZERS:-memcheck racecheck initcheck}; do
-        for case in op_rounding_test:'*EveryRow*cuda_f16*' op_rounding_test:'*EveryRow*cuda_f32*' optimizer_test:'*cuda*' loss_scaler_test:'*cuda*'; do
-          test=${case%%:*} filter=${case#*:}
-          [ -x "$build/tests/$test" ] || continue
-          log=$out/$tool-$test.log
-          if MANTISSA_SMALL=1 timeout 280 compute-sanitizer --tool $tool --error-exitcode 9 "$build/tests/$test" --gtest_filter="$filter" --gtest_brief=1 >"$log" 2>&1; then
+      # Small shapes: the sanitizers slow kernels down by ten to a hundred times. The tools share the GPU.
+      sanitize() {
+        local tool=$1 failed=0 case test filter log
+        for case in op_rounding_test:'*EveryRow*cuda_f16*' op_rounding_test:'*EveryRow*cuda_f32*' optimizer_test:'*cuda*' \
+                    loss_scaler_test:'*cuda*' captured_step_test:'*cuda*'; do
+          test=${case%%:*} filter=${case#*:} log=$out/$tool-${case%%:*}.log
+          if MANTISSA_SMALL=1 OMP_NUM_THREADS=2 timeout 280 compute-sanitizer --tool "$tool" --error-exitcode 9 \
+            "$build/tests/$test" --gtest_filter="$filter" --gtest_brief=1 >"$log" 2>&1; then
             echo "$tool $test $filter: $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$log" | tail -n 1)"
           else
-            status=1
+            failed=1
             echo "FAILED $tool $test $filter"
             grep -E '=========|Failure|FAILED' "$log" | head -n 40
           fi
         done
+        return $failed
+      }
+      tools=()
+      for tool in ${MANTISSA_SANITIZERS:-memcheck racecheck initcheck}; do
+        sanitize "$tool" &
+        tools+=($!)
       done
+      for tool in "${tools[@]}"; do wait "$tool" || status=1; done
       ;;
     bench)
-      for precision in bf16-mixed fp16-mixed tf32 fp32; do
-        "$build/bench/train_step" --model gpt --device cuda --precision $precision
-        python3 bench/peers/train_step.py --model gpt --precision $precision
-        python3 bench/peers/train_step.py --model gpt --precision $precision --compile
-      done 2>&1 | tee "$out/bench.jsonl"
-      for precision in fp16-mixed bf16-mixed fp32; do
-        "$build/bench/train_step" --model mlp --batch 128 --device cuda --precision $precision --steps 200 --warmup 50
-        python3 bench/peers/train_step.py --model mlp --batch 128 --precision $precision --steps 200 --warmup 50
-      done 2>&1 | tee -a "$out/bench.jsonl"
+      MANTISSA_BUILD_DIR=$build scripts/bench-peers.sh || status=1
+      "$build/bench/kernels" --device cuda || status=1
       ;;
   esac
 done
