@@ -1,6 +1,7 @@
 // Convolution on cuDNN, channels-last. Only deterministic algorithms that sum products, in the order in which
 // the library proposes them for a problem, so results do not depend on timing.
 #include <algorithm>
+#include <cmath>
 #include <span>
 #include <unordered_map>
 #include <vector>
@@ -90,6 +91,31 @@ class Plan {
   }
 
   bool usable() const { return !algorithms_.empty(); }
+
+  /// Drops algorithms from the front that turn -inf into a finite number (cuDNN 9 has such ones for f16 and few
+  /// channels): an overflow must not hide from the loss scaler. Waits for the device; the sizes are those of x, w, y.
+  void drop_those_that_lose_infinities(cudnnHandle_t handle, CudaBackend& backend, const std::int64_t (&sizes)[3],
+                                       DType dtype) {
+    Tensor tensors[3];
+    try {
+      for (int i = 0; i < 3; ++i) tensors[i] = empty({sizes[i]}, {dtype, backend.device()});
+    } catch (const OutOfMemoryError&) {
+      return;  // no room for the question
+    }
+    const int infinite = direction_ == Direction::forward ? 0 : 2;
+    for (int i = 0; i < 3; ++i) backend.fill(i == infinite ? -INFINITY : 1, tensors[i]);
+    const Tensor& y = tensors[direction_ == Direction::forward ? 2 : direction_ == Direction::grad_input ? 0 : 1];
+    const double one64 = 1, zero64 = 0;
+    const float one32 = 1, zero32 = 0;
+    const bool wide = dtype == DType::f64;
+    const void* alpha = wide ? static_cast<const void*>(&one64) : &one32;
+    const void* beta = wide ? static_cast<const void*>(&zero64) : &zero32;
+    for (; usable(); algorithms_.erase(algorithms_.begin())) {
+      if (!run(handle, backend, alpha, tensors[0].data(), tensors[1].data(), tensors[2].data(), beta)) return;
+      const std::vector<float> some = y.slice(0, 0, std::min<std::int64_t>(y.numel(), 16384)).to_vector<float>();
+      if (std::ranges::any_of(some, [](float v) { return !std::isfinite(v); })) return;
+    }
+  }
 
   /// False when no algorithm takes the problem after all.
   bool run(cudnnHandle_t handle, CudaBackend& backend, const void* alpha, void* x, void* w, void* y, const void* beta) {
@@ -252,9 +278,16 @@ bool try_variant(CudaBackend& backend, const Call& call, const Variant& variant)
   CudnnState& state = cudnn_state(backend);
   const std::lock_guard lock(state.mutex);
   const Problem problem = problem_of(call, variant);
-  Plan& plan = state.convolutions->of.try_emplace(problem, state.handle, problem).first->second;
-  if (!plan.usable()) return false;
   const MemoryScope scope(MemoryCategory::workspace);
+  const auto [found, fresh] = state.convolutions->of.try_emplace(problem, state.handle, problem);
+  Plan& plan = found->second;
+  if (fresh && !backend.recording()) {
+    const std::int64_t sizes[] = {call.tensors[0]->numel(), call.tensors[1]->numel(), call.tensors[2]->numel()};
+    const BackendCounters counters = backend.counters;
+    plan.drop_those_that_lose_infinities(state.handle, backend, sizes, variant.dtype);
+    backend.counters = counters;  // none of this belongs to the program
+  }
+  if (!plan.usable()) return false;
   const std::int64_t casts = backend.counters.casts;
   Tensor copies[3];
   void* data[3];

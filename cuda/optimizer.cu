@@ -17,7 +17,12 @@
 namespace mantissa {
 namespace {
 
-constexpr int kChunk = 16384;  // elements: 64 KiB of f32, 16 vectors for each of 256 threads
+/// Elements of a chunk: 64 KiB of f32, 16 vectors for each of 256 threads; fewer where that would leave the device
+/// idle.
+std::int64_t chunk_size(std::int64_t elements, int multiprocessors) {
+  const auto even = static_cast<std::uint64_t>(std::max<std::int64_t>(elements / (4 * multiprocessors), 1));
+  return static_cast<std::int64_t>(std::clamp<std::uint64_t>(std::bit_floor(even), 1024, 16384));
+}
 
 struct GradientChunk {
   const void* gradient;
@@ -246,19 +251,22 @@ void* at(const void* p, std::int64_t bytes) {
 }
 
 /// f(first element, count) for the chunks of n elements.
-template <class F> void for_each_chunk(std::int64_t n, const F& f) {
-  for (std::int64_t first = 0; first < n; first += kChunk)
-    f(first, static_cast<std::int32_t>(std::min<std::int64_t>(kChunk, n - first)));
+template <class F> void for_each_chunk(std::int64_t n, std::int64_t chunk, const F& f) {
+  for (std::int64_t first = 0; first < n; first += chunk)
+    f(first, static_cast<std::int32_t>(std::min<std::int64_t>(chunk, n - first)));
 }
 
-void add_chunks(const Tensor& g, std::vector<GradientChunk>& chunks) {
+std::int64_t elements_of(const Tensor& g) { return g.numel(); }
+std::int64_t elements_of(const UpdateTensor& t) { return t.numel; }
+
+void add_chunks(const Tensor& g, std::int64_t chunk, std::vector<GradientChunk>& chunks) {
   const bool wide = g.dtype() == DType::f64;
-  for_each_chunk(g.numel(), [&](std::int64_t first, std::int32_t count) {
+  for_each_chunk(g.numel(), chunk, [&](std::int64_t first, std::int32_t count) {
     chunks.push_back({at(g.data(), first * (wide ? 8 : 4)), count, wide});
   });
 }
 
-void add_chunks(const UpdateTensor& t, std::vector<UpdateChunk>& chunks) {
+void add_chunks(const UpdateTensor& t, std::int64_t chunk, std::vector<UpdateChunk>& chunks) {
   const bool wide = t.dtype == DType::f64;
   const std::int64_t size = wide ? 8 : 4;
   std::uintptr_t bits = reinterpret_cast<std::uintptr_t>(t.working) * 2;  // 8 bytes for every 16 of the others
@@ -268,7 +276,7 @@ void add_chunks(const UpdateTensor& t, std::vector<UpdateChunk>& chunks) {
   const Working type = t.working == nullptr            ? Working::none
                        : t.working_dtype == DType::f16 ? Working::f16
                                                        : Working::bf16;
-  for_each_chunk(t.numel, [&](std::int64_t first, std::int32_t count) {
+  for_each_chunk(t.numel, chunk, [&](std::int64_t first, std::int32_t count) {
     chunks.push_back({at(t.parameter, first * size), at(t.state1, first * size), at(t.state2, first * size),
                       at(t.working, first * 2), at(t.gradient, first * size), count, t.lr_scale, t.weight_decay, type,
                       wide, bits % 16 == 0});
@@ -311,7 +319,10 @@ struct UpdateCache {
       return tables.front();
     }
     std::vector<Chunk> chunks;
-    for (const Item& item : items) add_chunks(item, chunks);
+    std::int64_t total = 0;
+    for (const Item& item : items) total += elements_of(item);
+    const std::int64_t chunk = chunk_size(total, backend.properties().multiProcessorCount);
+    for (const Item& item : items) add_chunks(item, chunk, chunks);
     Table table{key, static_cast<std::int64_t>(chunks.size()), {}};
     if (const std::size_t bytes = chunks.size() * sizeof(Chunk); bytes > 0) {
       table.data = backend.constant(chunks.data(), bytes);
