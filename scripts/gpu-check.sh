@@ -46,8 +46,12 @@ for stage in "${stages[@]}"; do
       # Small shapes: the sanitizers slow kernels down by ten to a hundred times. The tools share the GPU.
       sanitize() {
         local tool=$1 failed=0 case test filter log
-        for case in op_rounding_test:'*EveryRow*cuda_f16*' op_rounding_test:'*EveryRow*cuda_f32*' optimizer_test:'*cuda*' \
-                    loss_scaler_test:'*cuda*' captured_step_test:'*cuda*'; do
+        local cases=(op_rounding_test:'*EveryRow*cuda_f16*' op_rounding_test:'*EveryRow*cuda_f32*' optimizer_test:'*cuda*'
+                     loss_scaler_test:'*cuda*')
+        # A whole model: racecheck does not understand how cuDNN's attention synchronises, and initcheck does not see what
+        # cuBLAS writes through the tensor memory accelerator.
+        [ "$tool" = memcheck ] && cases+=(captured_step_test:'*cuda*')
+        for case in "${cases[@]}"; do
           test=${case%%:*} filter=${case#*:} log=$out/$tool-${case%%:*}.log
           if MANTISSA_SMALL=1 OMP_NUM_THREADS=2 timeout 280 compute-sanitizer --tool "$tool" --error-exitcode 9 \
             "$build/tests/$test" --gtest_filter="$filter" --gtest_brief=1 >"$log" 2>&1; then
