@@ -15,6 +15,7 @@
 #include "train/loader.h"
 #include "train/log.h"
 #include "train/progress.h"
+#include "train/safetensors.h"
 #include "train/signals.h"
 #include "train/table.h"
 #include "train/tokens.h"

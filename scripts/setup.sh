@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 
 packages=(g++ cmake ninja-build git ca-certificates pkg-config ccache libeigen3-dev libopenblas-openmp-dev libcli11-dev
           nlohmann-json3-dev libfmt-dev zlib1g-dev libgtest-dev libgmock-dev dataset-fashion-mnist bible-kjv bible-kjv-text)
-[ "${MANTISSA_SETUP_LINT:-0}" = 1 ] && packages+=(clang-format)
+[ "${MANTISSA_SETUP_LINT:-0}" = 1 ] && packages+=(clang-format python3-venv)
 [ "${MANTISSA_SETUP_BENCH:-0}" = 1 ] && packages+=(libbenchmark-dev)
 
 missing=()

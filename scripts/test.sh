@@ -11,6 +11,11 @@ passed=0 failed=0 skipped=0
 mkdir -p build
 
 scripts/setup.sh
+# Python's safetensors, to exchange files with; without it (no network) that test is skipped and says so.
+if [ ! -e .deps/python/ready ]; then
+  if python3 -m venv .deps/python && .deps/python/bin/pip install -q numpy safetensors; then touch .deps/python/ready; fi >/dev/null 2>&1 || true
+fi
+[ ! -e .deps/python/ready ] || export PATH=$PWD/.deps/python/bin:$PATH
 have_nvcc() { command -v nvcc >/dev/null; }
 
 # run_tests DIRECTORY: runs ctest, adds up the GoogleTest cases and prints the reasons of those that were skipped.

@@ -94,4 +94,16 @@ inline void count(mt::Device device, const std::function<void()>& step) {
   std::printf("%s", mt::memory_report(device).c_str());
 }
 
+// docs/saving.md
+inline void save_and_load(mt::nn::Module& model, const std::string& path) {
+  mt::train::save_file(path, model.named_parameters(), {{"format", "pt"}});
+  mt::train::load_into(model.named_parameters(), path);
+
+  mt::train::LoadReport report = mt::train::load_into(model.named_parameters(), path, /*strict=*/false);
+  for (const std::string& name : report.missing) std::printf("kept its value: %s\n", name.c_str());
+
+  for (const mt::train::SafetensorsEntry& e : mt::train::read_header(path).entries)
+    std::printf("%s has %lld bytes\n", e.name.c_str(), static_cast<long long>(e.end - e.begin));
+}
+
 }  // namespace snippets
