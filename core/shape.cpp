@@ -38,10 +38,10 @@ std::int64_t numel(const Shape& shape) {
 
 Strides contiguous_strides(const Shape& shape) {
   Strides strides = shape;
-  std::int64_t step = 1;
+  std::uint64_t step = 1;  // wraps where there are no elements, or too many: then no stride is ever used
   for (int i = shape.rank() - 1; i >= 0; --i) {
-    strides[i] = step;
-    step *= shape[i] > 0 ? shape[i] : 1;
+    strides[i] = static_cast<std::int64_t>(step);
+    step *= static_cast<std::uint64_t>(shape[i] > 0 ? shape[i] : 1);
   }
   return strides;
 }
