@@ -47,13 +47,10 @@ std::vector<ParamGroup> one_group(std::vector<Tensor> parameters, double weight_
   return {ParamGroup{std::move(parameters), 1, weight_decay}};
 }
 
-/// Bytes of device memory for a plain struct, set to `value`.
-template <class T> Tensor device_struct(Device device, const T& value) {
+/// Device memory for a plain struct.
+template <class T> Tensor room_for(Device device) {
   const MemoryScope scope(MemoryCategory::optimizer_state);
-  Tensor x = empty({static_cast<std::int64_t>(sizeof(T))}, {DType::u8, device});
-  backend(device).copy_from_host(&value, x);
-  backend(device).synchronize();
-  return x;
+  return empty({static_cast<std::int64_t>(sizeof(T))}, {DType::u8, device});
 }
 
 /// The update kernel wrote p, and its working copy in the same pass.
@@ -109,13 +106,12 @@ Optimizer::Optimizer(std::vector<ParamGroup> groups, const Schedule& schedule, i
 }
 
 void Optimizer::reset_state(const StepState& state) {
-  if (!source_->state.defined()) {
-    source_->state = device_struct(device_, state);
+  if (!source_->state.defined()) {  // later it stays where it is: a recorded step refers to it
+    source_->state = room_for<StepState>(device_);
     source_->mirror = backend(device_).pinned_storage(sizeof state);
-  } else {  // in place: a recorded step refers to it
-    backend(device_).copy_from_host(&state, source_->state);
-    backend(device_).synchronize();
   }
+  backend(device_).copy_from_host(&state, source_->state);
+  backend(device_).synchronize();
   std::memcpy(source_->mirror->data, &state, sizeof state);
 }
 
@@ -126,18 +122,14 @@ const StepRules* Optimizer::device_rules() {
     uploaded = rules;
     device.copy_from_host(&*uploaded, target);
   };
-  const auto make = [this] {
-    const SharedMemoryScope shared;
-    const MemoryScope scope(MemoryCategory::optimizer_state);
-    return empty({static_cast<std::int64_t>(sizeof(StepRules))}, {DType::u8, device_});
-  };
+  const SharedMemoryScope shared;  // memory of a recording is written by every replay
   if (!device.recording()) {
-    if (!device_rules_.defined()) device_rules_ = make();
+    if (!device_rules_.defined()) device_rules_ = room_for<StepRules>(device_);
     upload(rules_, uploaded_, device_rules_);
     return static_cast<const StepRules*>(device_rules_.data());
   }
   // A recorded step has rules of its own, whose schedule follows ours.
-  Tensor own = make();
+  Tensor own = room_for<StepRules>(device_);
   device.before_replay([this, upload, own, rules = rules_, uploaded = std::optional<StepRules>{}]() mutable {
     rules.schedule = rules_.schedule;
     upload(rules, uploaded, own);

@@ -1,16 +1,14 @@
 #pragma once
-// What the tests of files share: a temporary folder, and errors with their words.
+// What the tests of files share: a temporary folder.
 
-#include <gtest/gtest.h>
 #include <stdlib.h>
 
 #include <filesystem>
 #include <fstream>
 #include <sstream>
 #include <string>
-#include <vector>
 
-#include "core/error.h"
+#include "support.h"
 
 namespace mantissa::testing {
 
@@ -37,18 +35,5 @@ class FileTest : public ::testing::Test {
   }
   fs::path folder_;
 };
-
-/// Runs f, which must throw an E whose message has all the words.
-template <class E, class F> void expect_error(F&& f, const std::vector<std::string>& words) {
-  try {
-    f();
-    ADD_FAILURE() << "no error";
-  } catch (const E& error) {
-    for (const auto& word : words)
-      EXPECT_NE(std::string(error.what()).find(word), std::string::npos) << error.what() << "\nlacks " << word;
-  } catch (const std::exception& error) {
-    ADD_FAILURE() << "wrong class: " << error.what();
-  }
-}
 
 }  // namespace mantissa::testing

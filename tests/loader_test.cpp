@@ -279,10 +279,10 @@ class FailingSource final : public BatchSource {
   std::int64_t batches() const override { return 8; }
   BatchLayout layout(std::int64_t) const override { return {{1}, DType::i64, {0}, DType::i64}; }
   void start_epoch(std::uint64_t, std::int64_t epoch) override {
-    if (epoch == 2) throw IoError("the second epoch is missing");
+    if (epoch == 2) MT_THROW(IoError, "the second epoch is missing");
   }
   void fill(std::int64_t position, void* x, void*) override {
-    if (position == bad_) throw FormatError("batch 5 is broken");
+    if (position == bad_) MT_THROW(FormatError, "batch 5 is broken");
     std::memcpy(x, &position, sizeof position);
   }
 

@@ -2,7 +2,6 @@
 // of.
 
 #include <sys/resource.h>
-#include <sys/stat.h>
 
 #include <algorithm>
 #include <csignal>
@@ -11,7 +10,6 @@
 #include <random>
 
 #include "files.h"
-#include "support.h"
 #include "train/safetensors.h"
 
 namespace mantissa::train {

@@ -81,15 +81,4 @@ class OneThread : public ::testing::Environment {
   [[maybe_unused]] ::testing::Environment* const one_thread = \
       ::testing::AddGlobalTestEnvironment(new ::mantissa::testing::OneThread)
 
-inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
-/// Expects `f` to throw E with every one of `parts` in its text, and a source location.
-template <class E, class F> void expect_error(F&& f, const std::vector<std::string>& parts) {
-  const std::string text = error_text<E>(std::forward<F>(f));
-  EXPECT_NE(text, "") << "nothing, or another type, was thrown; expected " << (parts.empty() ? "" : parts[0]);
-  for (const std::string& part : parts) EXPECT_TRUE(contains(text, part)) << "'" << part << "' is not in: " << text;
-  EXPECT_TRUE(contains(text, ".cpp:") || contains(text, ".h:") || contains(text, ".cu:"))
-      << "no file and line in: " << text;
-}
-
 }  // namespace mantissa::testing

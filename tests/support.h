@@ -65,4 +65,21 @@ template <class E, class F> std::string error_text(F&& f) {
   return "";
 }
 
+inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+/// Runs `f`, which must throw an E with every one of `parts` in its text, and a source location.
+template <class E, class F> void expect_error(F&& f, const std::vector<std::string>& parts) {
+  try {
+    f();
+    ADD_FAILURE() << "nothing was thrown; expected " << (parts.empty() ? "" : parts[0]);
+  } catch (const E& error) {
+    const std::string text = error.what();
+    for (const std::string& part : parts) EXPECT_TRUE(contains(text, part)) << "'" << part << "' is not in: " << text;
+    EXPECT_TRUE(contains(text, ".cpp:") || contains(text, ".h:") || contains(text, ".cu:"))
+        << "no file and line in: " << text;
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << "another type was thrown: " << error.what();
+  }
+}
+
 }  // namespace mantissa::testing

@@ -8,7 +8,6 @@
 #include <bit>
 #include <cerrno>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <limits>
@@ -16,7 +15,6 @@
 #include <optional>
 #include <set>
 
-#include "core/backend.h"
 #include "core/error.h"
 #include "train/file.h"
 
